@@ -67,6 +67,24 @@ def test_after_a_crash_the_next_one_starts(home: Home) -> None:
     assert home.client().ask({"op": "status"})["status"]["pid"] == second.pid
 
 
+def test_a_daemon_whose_socket_is_gone_ends_once_nobody_is_connected(home: Home) -> None:
+    process = home.start()
+    client = home.client()
+    client.ask({"prompt": "hi"})
+    home.socket.unlink()
+    process.send_signal(signal.SIGHUP)  # it looks now
+    assert client.ask({"prompt": "still"})["end"]["text"] == "still"
+    second = home.run()
+    assert (second.returncode, second.stderr.splitlines()) == (75, [
+        f"toasted: already running (process {process.pid})",
+        "  hint: it is ending, for its socket is gone",
+    ])  # fmt: skip
+    client.close()
+    code, said = ended(process)
+    assert code == 0 and said.endswith(f"toasted: {home.socket} is gone: ending\n")
+    assert home.is_clean()
+
+
 def test_a_drain_finishes_what_is_active_and_refuses_the_rest(home: Home) -> None:
     process = home.start()
     active, other = home.held(), home.client()
@@ -223,6 +241,17 @@ def test_in_the_background(home: Home) -> None:
     stopped = home.run("stop")
     assert (stopped.returncode, stopped.stdout, stopped.stderr) == (0, "", "")
     assert home.is_clean()
+
+
+def test_in_the_background_from_a_directory_that_was_removed(home: Home, tmp_path: Path) -> None:
+    home.in_background = True
+    script = 'cd "$0" && rmdir "$0" && exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", script, str(tmp_path), *DRIVER, "--daemon", "--no-audit"], env=home.env,
+        stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=PATIENCE,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert home.run("stop").returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,10 @@ def _open_log(log: str) -> int:
 
 def _detach_from_shell(errors: int, pipe: int) -> None:
     """The daemon's descriptors and directory: nothing of the shell's is held on to."""
-    start = os.getcwd()
+    with suppress(FileNotFoundError):  # of a directory that was removed nothing can be imported
+        start = os.getcwd()
+        sys.path[:] = [os.path.join(start, entry) for entry in sys.path]
     os.chdir("/")
-    sys.path[:] = [os.path.join(start, entry) for entry in sys.path]
     # Out of the way of 0 to 3 first, in case the shell had closed one of them.
     errors, pipe = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (errors, pipe))
     null = fcntl.fcntl(os.open(os.devnull, os.O_RDWR), fcntl.F_DUPFD_CLOEXEC, 10)

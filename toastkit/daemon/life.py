@@ -30,11 +30,12 @@ from toastkit.daemon.paths import make_private
 from toastkit.daemon.pidfile import Pidfile
 from toastkit.daemon.server import Server
 from toastkit.daemon.service_settings import Limits
-from toastkit.errors import ToastError
+from toastkit.errors import BusyError, ToastError
 
 if TYPE_CHECKING:
     from toastkit.daemon.worker import Worker
 
+LOOK_SECONDS = 30.0  # between looks at whether the socket is still there, without a request
 WATCH_SECONDS = 0.05  # between looks at whether the worker is done, during a drain
 CANCEL_SECONDS = 5.0  # for cancelled requests to end
 FLUSH_SECONDS = 2.0  # for clients to read the last replies
@@ -203,7 +204,12 @@ class Life:
         own = [settings.pidfile] if inherited else [settings.pidfile, settings.socket]
         if any(os.path.dirname(path) == runtime_directory() for path in own):
             make_private(runtime_directory())
-        self._pidfile = Pidfile.take(settings.pidfile)
+        try:
+            self._pidfile = Pidfile.take(settings.pidfile)
+        except BusyError as error:
+            if not os.path.lexists(settings.socket):
+                error.hint = "it is ending, for its socket is gone"
+            raise
         if inherited:
             self._listeners = inherited
         else:
@@ -223,9 +229,14 @@ class Life:
     # -------------------------------------------------------------------------------- serving
 
     def _serve(self, server: Server, worker: Worker) -> None:
-        """Serves until a signal or a request asks for the end."""
+        """Serve until a signal or a request asks for the end, or the socket is gone (a logout removes
+        it): nobody could reach the daemon, which would keep its memory. Connected clients are
+        served first."""
         while not (self._stop_asked or self._signals.ends):
-            server.step()
+            if self._file is not None and self._file.gone and not server.connected:
+                self._settings.say(f"{self._file.path} is gone: ending")
+                return
+            server.step(LOOK_SECONDS)
             self._check(server, worker)
             if self._hangups < self._signals.hangups:
                 self._hangups = self._signals.hangups

@@ -48,6 +48,14 @@ class SocketFile:
         finally:
             os.umask(mask)
 
+    @property
+    def gone(self) -> bool:
+        """Whether nobody can reach it any more: somebody has removed the file, or replaced it."""
+        try:
+            return self._identity != _identity(self.path)
+        except OSError:
+            return True
+
     def remove(self) -> None:
         """Removes the file, if it is still this one. May be called again."""
         with suppress(OSError):  # gone already

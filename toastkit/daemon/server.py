@@ -97,6 +97,11 @@ class Server:
     # ----------------------------------------------------------------------------- the loop
 
     @property
+    def connected(self) -> bool:
+        """Whether somebody is."""
+        return bool(self._connections)
+
+    @property
     def unsent(self) -> bool:
         """Whether a client has not yet been sent all that it was told."""
         return any(connection.outbox.pending for connection in self._connections.values())
