@@ -29,6 +29,20 @@ def test_without_a_daemon_the_model_runs_here(toast, home: Path, tmp_path: Path)
     assert kept(home) == ["Who are you?", "I am crumb,"]
 
 
+def test_a_warning_does_not_stand_in_the_middle_of_an_answer(home: Path) -> None:
+    read, write = os.pipe()
+    process = start(
+        "toast", "--no-daemon", "-n", "8", "Who are you?", env={"XDG_CACHE_HOME": os.devnull},
+        stdin=subprocess.DEVNULL, stdout=write, stderr=write,
+    )  # fmt: skip
+    os.close(write)
+    with open(read, "rb") as screen:
+        first, second = screen.read().splitlines()
+    assert process.wait(SECONDS) == 0
+    assert first == b"I am crumb, a tiny model made"
+    assert second.startswith(b"toast: conversations are not kept on disk: ")
+
+
 def test_another_model_than_the_daemons_runs_here(ask: Run, home: Path) -> None:
     with FakeDaemon(failure(66, "this daemon runs another model")) as daemon:
         done = ask(daemon, "--json", "-m", "crumb", "-n", "1", "Who are you?")

@@ -62,6 +62,32 @@ class JsonOutput(Output):
         write_text(json.dumps(reply, ensure_ascii=False) + "\n")
 
 
+class Lines:
+    """Lines for people, which wait while the line of an answer is not at its end: on a terminal
+    they would stand in the middle of it. say: writes one."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._waiting: list[str] | None = None
+
+    def __call__(self, line: str) -> None:
+        if self._waiting is None:
+            self._say(line)
+        else:
+            self._waiting.append(line)
+
+    def hold(self) -> None:
+        """Has those to come wait. May be called again."""
+        if self._waiting is None:
+            self._waiting = []
+
+    def release(self) -> None:
+        """Writes those that wait. May be called again."""
+        waiting, self._waiting = self._waiting or [], None
+        for line in waiting:
+            self._say(line)
+
+
 class Bar(Protocol):
     """A progress bar, shown once it is there for long: called with what is done and the total, or
     without them where there are none; closed, it vanishes."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from toastkit.client.backend import Backend
 from toastkit.client.chats import Chat
-from toastkit.client.output import Output, Progress, Reply, write_text
+from toastkit.client.output import Lines, Output, Progress, Reply, write_text
 from toastkit.errors import DataError, ToastError, UnavailableError
 from toastkit.interrupts import Signals
 from toastkit.text.exact_numbers import counted
@@ -43,7 +43,7 @@ class TurnSettings(NamedTuple):
 
     keep: whether turns are written to the conversation's file. extract: print only the first fenced
     block. fail_on_length: an answer that was cut off is an error. tell: each takes the stats of an
-    answer.
+    answer. lines: those of this process, which wait for the end of an answer.
     """
 
     options: dict[str, Any]
@@ -57,6 +57,7 @@ class TurnSettings(NamedTuple):
     extract: bool = False
     fail_on_length: bool = False
     tell: tuple[Callable[[dict[str, Any]], object], ...] = ()
+    lines: Lines | None = None
 
 
 class Turns:
@@ -77,7 +78,11 @@ class Turns:
         """
         answer = Answer()
         try:
-            self._follow(self._request(question), answer)
+            try:
+                self._follow(self._request(question), answer)
+            finally:
+                if self._settings.lines is not None:
+                    self._settings.lines.release()
             self._keep(question, answer)
         except BrokenPipeError:
             self._keep(question, answer)
@@ -112,6 +117,8 @@ class Turns:
                 if progress is not None:
                     progress.put(reply)
                 _check(reply)
+                if "text" in reply and self._settings.lines is not None:
+                    self._settings.lines.hold()
                 answer.take(reply)
                 output.put(reply)
                 if "error" in reply:

@@ -23,6 +23,7 @@ from toastkit.native.starting import NativeOptions
 if TYPE_CHECKING:
     from toastkit.client.backend import Wanted
     from toastkit.client.chats import Chat
+    from toastkit.client.output import Lines
     from toastkit.client.turn import TurnSettings
 
 # A daemon's model has its own.
@@ -65,15 +66,16 @@ def toast(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     question = "" if flags["chat"] else _question(prompt)
 
     from toastkit.client.backend import choose_backend
+    from toastkit.client.output import Lines
     from toastkit.client.turn import Turns
     from toastkit.interrupts import Signals
 
-    interrupts = Signals()
-    backend = choose_backend(_wanted(context, flags), interrupts)
+    interrupts, lines = Signals(), Lines(cli.say)
+    backend = choose_backend(_wanted(context, flags, lines), interrupts)
     if flags["resident"].kind != "all" or flags["expert_slots"] is not None:
         interrupts.on_memory_warning(backend.memory_warning)
     try:
-        turns = Turns(chat, backend, interrupts, _settings(context, flags, request_options))
+        turns = Turns(chat, backend, interrupts, _settings(context, flags, request_options, lines))
         if flags["chat"]:
             return _chat(turns, prompt, flags, interrupts)
         turns.ask(question)
@@ -176,7 +178,7 @@ def _joined(words: tuple[str, ...]) -> str:
     return " ".join(word for word in words if word != "-")
 
 
-def _wanted(context: click.Context, flags: dict[str, Any]) -> Wanted:
+def _wanted(context: click.Context, flags: dict[str, Any], lines: Lines) -> Wanted:
     """What the flags say about who shall answer. OF_THIS_PROCESS ask for this one."""
     from toastkit.client.backend import Wanted
 
@@ -186,14 +188,14 @@ def _wanted(context: click.Context, flags: dict[str, Any]) -> Wanted:
         here=flags["no_daemon"] or bool(cli.given(context, *OF_THIS_PROCESS)),
         socket=flags["socket"],
         insist=bool(cli.given(context, "socket")),
-        say=cli.say,
+        say=lines,
         verbose=flags["verbose"],
         quiet=flags["quiet"],
     )
 
 
 def _settings(
-    context: click.Context, flags: dict[str, Any], request_options: dict[str, Any]
+    context: click.Context, flags: dict[str, Any], request_options: dict[str, Any], lines: Lines
 ) -> TurnSettings:
     from toastkit.client.output import (
         JsonOutput,
@@ -228,6 +230,7 @@ def _settings(
         extract=flags["extract"],
         fail_on_length=flags["fail_on_length"],
         tell=tuple(tell),
+        lines=lines,
     )
 
 
