@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import executable
 from toastkit import __version__
 from toastkit.commands import COMMANDS, program_name
 from toastkit.frames import (
@@ -250,6 +251,14 @@ def test_a_traceback_only_on_demand(toast) -> None:
     done = toast("tokenize", "--debug", "-m", "nope", "hi")
     assert done.returncode == 66 and b"Traceback" in done.stderr
     assert done.stderr.endswith(b"shows\n")
+
+
+def test_a_directory_that_was_removed(tmp_path: Path) -> None:
+    script = 'cd "$0" && rmdir "$0" && exec "$@"'
+    words = [str(tmp_path), executable("feed"), "--session", "./s", "5"]
+    done = subprocess.run(["sh", "-c", script, *words], stderr=subprocess.PIPE)
+    message = b"toast-feed: the current directory: no such file or directory\n"
+    assert (done.returncode, done.stderr) == (66, message)
 
 
 def test_ctrl_c_while_it_imports(tmp_path: Path) -> None:

@@ -260,9 +260,20 @@ def _outcome(entry: click.Command, name: str, closed: set[int]) -> int:
     except BrokenPipeError:
         die_by_sigpipe()
     except OSError as error:
-        return _report(name, from_os_error(error, error.filename or "i/o"), debug, cause=error)
+        return _report(name, from_os_error(error, _place(error)), debug, cause=error)
     except Exception as error:
         return _report(name, _unexpected(error), debug, cause=error)
+
+
+def _place(error: OSError) -> str:
+    """What an error of the system is about, also where it does not say."""
+    if error.filename:
+        return error.filename
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the current directory"
+    return "i/o"
 
 
 def _invoke(entry: click.Command, name: str) -> int:
