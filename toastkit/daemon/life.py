@@ -229,9 +229,8 @@ class Life:
     # -------------------------------------------------------------------------------- serving
 
     def _serve(self, server: Server, worker: Worker) -> None:
-        """Serve until a signal or a request asks for the end, or the socket is gone (a logout removes
-        it): nobody could reach the daemon, which would keep its memory. Connected clients are
-        served first."""
+        """Serve until a signal or a request asks for the end, or the socket is gone (a logout
+        removes it): nobody could reach the daemon then. Connected clients are served first."""
         while not (self._stop_asked or self._signals.ends):
             if self._file is not None and self._file.gone and not server.connected:
                 self._settings.say(f"{self._file.path} is gone: ending")
