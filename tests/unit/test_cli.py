@@ -225,6 +225,13 @@ def test_no_line_at_all(toast, name: str, stdin: bytes) -> None:
     assert message.startswith("no prompts: --each-line")
 
 
+def test_the_line_that_is_no_prompt_is_named(toast) -> None:
+    """Blank ones count."""
+    for bad, said in ((b"\xff", "the prompt is not UTF-8"), (b"a " * 9000, "the prompt has 9")):
+        done = toast("tokenize", "--each-line", stdin=b"Hi\n\n" + bad)
+        assert lines_of(done, "tokenize", 65)[0].startswith(f"line 3: {said}")
+
+
 def test_text_that_is_not_utf8(toast) -> None:
     message, _ = lines_of(toast("tokenize", stdin=b"ab\xff"), "tokenize", 65)
     assert message == "the prompt is not UTF-8: byte 0xff at offset 2"

@@ -17,7 +17,7 @@ from toastkit.commands.stdin import (
     user_turn,
 )
 from toastkit.errors import DataError, UsageError
-from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer
+from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, at
 
 
 def prompt_tokenizer(flags: dict[str, Any], later: bool = False) -> PromptTokenizer:
@@ -58,10 +58,14 @@ def prompts(words: tuple[str, ...], flags: dict[str, Any], first: bytes = b"") -
     if flags["messages"] is not None:
         yield _conversation(argument, flags)
     elif flags["each_line"]:
-        line = b""
-        for line in filter(bytes.strip, stdin_lines(first)):
-            yield _prompt(text_of(line), argument, flags)
-        if not line:
+        found = False
+        for number, line in enumerate(stdin_lines(first), 1):
+            if line.strip():
+                found = True
+                with at(f"line {number}"):
+                    prompt = _prompt(text_of(line), argument, flags)
+                yield prompt._replace(where=f"line {number}")
+        if not found:
             raise DataError("no prompts: --each-line found no line on stdin that is not empty")
     else:
         piped = asked or first or stdin_has_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -41,10 +42,22 @@ class PromptOptions(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A prompt: raw text, or messages for the chat template."""
+    """A prompt: raw text, or messages for the chat template. where: it was found, of many."""
 
     text: str | None = None
     messages: list[dict] | None = None
+    where: str | None = None
+
+
+@contextmanager
+def at(where: str | None) -> Iterator[None]:
+    """A DataError names the place, if there is one."""
+    try:
+        yield
+    except DataError as error:
+        if where is None:
+            raise
+        raise DataError(f"{where}: {error.message}", error.hint) from error
 
 
 def difficulty(prompt: Prompt) -> dict[str, Any]:
@@ -127,6 +140,10 @@ class PromptTokenizer:
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids. Raises DataError for an empty one, or one over the context:
         unread where it cannot fit, and else read no further than that takes."""
+        with at(prompt.where):
+            return self._encode(prompt)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
         limit = self._config.context or MOST_TOKENS
         truncate = self._options.truncate and self._config.context is not None
         whole = prompt
