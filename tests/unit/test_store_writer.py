@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,11 @@ from toastkit.errors import (
     CannotCreateError,
     DataError,
     NoInputError,
-    ToastError,
 )
 from toastkit.model.safetensors import ITEM_BYTES, read_header
 from toastkit.model.toast_format import CHECKSUMS_KEY, PAD_PREFIX, PAGE, new_digest
 from toastkit.store import writer as writer_module
+from toastkit.store.partial import Partial
 from toastkit.store.writer import Planned, TensorWriter
 
 DTYPES = sorted(ITEM_BYTES)
@@ -268,10 +269,18 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     for path in (tmp_path / "folder", tmp_path / "no" / "x", tmp_path / "file" / "x"):
         with pytest.raises(CannotCreateError, match="cannot write"):
             TensorWriter(path, PLAN, {})
-    os.symlink("elsewhere", tmp_path / "x.partial")
-    with pytest.raises(ToastError, match="cannot write"):
-        TensorWriter(tmp_path / "x", PLAN, {})
-    assert not (tmp_path / "elsewhere").exists()
+    beside = tmp_path / "x.partial"
+    for put in (beside.mkdir, lambda: os.mkfifo(beside), lambda: beside.symlink_to("elsewhere")):
+        put()
+        with pytest.raises(CannotCreateError, match="x.partial is no regular file"):
+            TensorWriter(tmp_path / "x", PLAN, {})
+        with suppress(OSError):
+            beside.rmdir()
+        beside.unlink(missing_ok=True)
+    beside.touch()
+    with pytest.raises(CannotCreateError, match="x.partial is no directory"):
+        Partial(tmp_path / "x", directory=True)
+    assert not (tmp_path / "elsewhere").exists() and beside.is_file()
 
 
 def test_more_tensors_than_a_header_holds(tmp_path: Path, monkeypatch) -> None:

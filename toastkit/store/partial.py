@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from contextlib import AbstractContextManager
+import stat
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from toastkit.errors import BusyError, CannotCreateError, IOFailure, reported_as
@@ -50,6 +51,7 @@ class Partial:
     def _claim(self) -> int:
         """A descriptor of the empty output, locked."""
         while True:
+            self._look()
             if self._directory:
                 if not self.beside.is_dir():
                     os.mkdir(self.beside, 0o700)
@@ -70,6 +72,17 @@ class Partial:
                 os.close(fd)
                 raise
             os.close(fd)
+
+    def _look(self) -> None:
+        """Raises CannotCreateError for what no process of ours has left in its place."""
+        with suppress(FileNotFoundError):
+            mode = os.lstat(self.beside).st_mode
+            if not (stat.S_ISDIR(mode) if self._directory else stat.S_ISREG(mode)):
+                kind = "directory" if self._directory else "regular file"
+                raise CannotCreateError(
+                    f"cannot {self._doing} {self.path}: {self.beside.name} is no {kind}",
+                    hint="it is made under that name first",
+                )
 
     def _lock(self, fd: int) -> None:
         try:
