@@ -32,7 +32,7 @@ from toastkit.daemon.requests import Request
 from toastkit.daemon.service import Service
 from toastkit.daemon.spill import FINGERPRINT_DIGITS, conversations_root
 from toastkit.engine.opening import open_engine
-from toastkit.errors import BusyError, NoInputError, UnavailableError
+from toastkit.errors import BusyError, DataError, NoInputError, UnavailableError
 from toastkit.model.config import fingerprint, load_config
 from toastkit.model.locate import locate
 from toastkit.private_files import make_private_directories
@@ -321,10 +321,13 @@ def test_a_reload_takes_what_has_changed(start, model: Path) -> None:
     assert running.worker.status()["fingerprint"] == fingerprint(locate(str(model))) != old
 
 
-def test_a_reload_that_fails_changes_nothing(start, model: Path, plain: Plain) -> None:
+def test_a_reload_that_fails_changes_nothing(start, model: Path, plain: Plain, monkeypatch) -> None:
     running = start()
     config = (model / "config.json").read_text()
     (model / "config.json").write_text("{")
+    with pytest.raises(DataError):
+        running.worker.reload()
+    monkeypatch.setattr("toastkit.daemon.worker.find_model", lambda name: None)  # it was whole then
     running.worker.reload()
     until(lambda: running.said)
     assert running.said[0].startswith("cannot reload: ")

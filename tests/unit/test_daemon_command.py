@@ -100,6 +100,9 @@ def test_start_and_restart(home: Home) -> None:
     """As --daemon; restart also where none runs. Options are those of the new daemon."""
     assert home.run("restart", "--batch", "3").returncode == 0
     assert home.run("start").returncode == 75
+    typo = home.run("restart", "-m", "./typo")  # nothing is stopped for it
+    assert (typo.returncode, typo.stderr.splitlines()[0]) == (66, "toasted: no such model: ./typo")
+    assert home.run("status").stdout.count("batch: 3") == 1
     assert home.run("restart").returncode == 0
     assert home.run("status").stdout.count("batch: 8") == 1
     assert home.run("stop").returncode == 0 and home.is_clean()

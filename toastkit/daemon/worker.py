@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from toastkit.daemon.channel import error_reply
 from toastkit.daemon.connection import close_all
-from toastkit.daemon.prepare import Prepared, Preparer, current_model, messages_of
+from toastkit.daemon.prepare import Prepared, Preparer, current_model, find_model, messages_of
 from toastkit.daemon.requests import ATTACH_OPS, Request
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.engine.device import wait_for_end
@@ -42,6 +42,7 @@ class Worker:
 
     def __init__(self, settings: ServiceSettings):
         self.settings = settings
+        self._say: Callable[[str], None] = settings.say or (lambda line: None)
         self.failure: BaseException | None = None
         self.notify: Callable[[], None] = lambda: None
         self.served = 0
@@ -169,7 +170,9 @@ class Worker:
         self._do(self._give_up_all)
 
     def reload(self) -> None:
-        """Looks at the model's files again once what is under way has ended."""
+        """Look at the model's files again once what is under way has ended. Raises NoInputError,
+        DataError if there is no such model now; what else fails later is logged."""
+        find_model(self.settings.model)
         with self._condition:
             self._reloading = True
             self._condition.notify()
@@ -356,7 +359,8 @@ class Worker:
         try:
             preparer = current_model(self.settings, self._readers, self._preparer)
             if preparer is self._preparer and not (self._service and self._service.has_moved()):
-                return self._say(f"{preparer.files.name} has not changed")
+                self._say(f"{preparer.files.name} has not changed")
+                return
             if self._service is not None:
                 self._service.end_attached(UnavailableError("the daemon loads its model again"))
             self._load_again(preparer)
@@ -373,10 +377,6 @@ class Worker:
         self._preparer = preparer
         self._load()
         self._say(f"reloaded {preparer.files.name}")
-
-    def _say(self, line: str) -> None:
-        if self.settings.say is not None:
-            self.settings.say(line)
 
     def _attached(self, request: Request, channel: Any) -> None:
         """An op of toast-prefill or toast-decode, which use this model for a run of their own."""
