@@ -145,6 +145,16 @@ def test_a_checkpoint_without_checksums(tmp_path: Path) -> None:
     assert "truncated" in problem.reason
 
 
+def test_tensors_that_are_not_where_the_index_says(tmp_path: Path) -> None:
+    folder = plain(tmp_path / "x", {"a": ("F32", [2], struct.pack("<2f", 1, 2))})
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    assert problems(folder) == []
+    index.write_text(json.dumps({"weight_map": dict.fromkeys("ab", "model.safetensors")}))
+    (problem,) = problems(folder)
+    assert str(problem) == f"model.safetensors: b: is not there, though {index.name} says so"
+
+
 NAN, INF = float("nan"), float("inf")
 
 

@@ -154,6 +154,11 @@ class ModelFiles:
             raise from_os_error(error, f"cannot read {path}") from error
         raise DataError(f"{self.name}: {name} is not a regular file")
 
+    def weight_map(self) -> dict[str, str]:
+        """The file of each tensor by the index of shards, {} without one. Raises DataError."""
+        places = {} if self.is_toast else (self.read_json(INDEX_FILE) or {}).get("weight_map", {})
+        return {name: str(file) for name, file in places.items()}
+
     def _shards(self, index: dict) -> list[Path]:
         """The files that an index lists."""
         places = index.get("weight_map")
@@ -224,7 +229,7 @@ class ModelFiles:
             for name in header.entries:
                 holders.setdefault(name, []).append(header)
         twice = {name: found for name, found in holders.items() if len(found) > 1}
-        places = (self.read_json(INDEX_FILE) or {}).get("weight_map", {}) if twice else {}
+        places = self.weight_map() if twice else {}
         for name, found in twice.items():
             if name.startswith(toast_format.PAD_PREFIX):
                 continue

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toastkit.errors import DataError
-from toastkit.model.files import ModelFiles
+from toastkit.model.files import INDEX_FILE, ModelFiles
 from toastkit.model.safetensors import Entry, Header, chunks, read_header
 from toastkit.model.toast_format import (
     CHECKSUMS_KEY,
@@ -76,6 +76,7 @@ def verify(
             yield Problem(path.name, None, reason or error.message)
     if len(headers) == len(paths):
         headers = files.headers  # raises for what no single file tells: a layer that is missing
+        yield from _check_index(files, headers)
     total = sum(entry.nbytes for header in headers for entry in header.stored)
     done = 0
     found: set[str] = set()
@@ -97,6 +98,14 @@ def verify(
                 progress(done, total)
     if found:
         yield from _missing_groups(headers[0], found)
+
+
+def _check_index(files: ModelFiles, headers: list[Header]) -> Iterator[Problem]:
+    """Tensors that the index of shards names in files without them."""
+    stored = {header.path.name: header.entries for header in headers}
+    for name, file in files.weight_map().items():
+        if name not in stored[file]:
+            yield Problem(file, name, f"is not there, though {INDEX_FILE} says so")
 
 
 def _is_ours(header: Header) -> bool:
