@@ -1,13 +1,13 @@
-"""Experts that are on the device in a few slots of each layer, and else in the file.
+"""Expert slots: each layer caches a few experts on the device; the others stay in the file.
 
-The module that holds a layer's experts (SwitchGLU, SwitchMLP) changes its class and not its
-identity. Called with the router's choice it reads this back, sees to it that the experts wanted are
-in slots, all that are missing being read at once, and runs the architecture's own code with slots
-in place of experts. A row's result depends on nothing but its expert's matrices, so it is the same
-to the bit wherever these lie, and with whichever rows it is computed.
+The module that holds a layer's experts (SwitchGLU, SwitchMLP) changes its class, never its
+identity. Called with the router's choice, it reads the choice back, fetches all missing experts
+into slots at once, and runs the architecture's own code with slot numbers in place of experts. A
+row's result depends only on its expert's matrices, so it is the same to the bit whichever slot they
+are in and whichever rows are computed with it.
 
-A choice of more experts than there are slots, as a chunk of a prompt makes, is computed in groups
-of experts: each is read once, and while one group is computed the next is read.
+A choice of more experts than there are slots, as in a prefill chunk, is computed in groups of
+experts: each expert is read once, and the next group is read while one is computed.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 
 class ExpertSlots:
-    """The layers of a model that have slots. Used by one thread at a time, which is the one that
-    computes. layers: in the order in which they run. counts: see SlotCounts. foresight: what is
-    read before it is known to be wanted. optimistic: steps that do not read the choice back."""
+    """The layers of a model that have slots. Used by one thread at a time, the one that computes.
+    layers: in execution order. counts: see SlotCounts. foresight: reads experts before they are
+    known to be needed. optimistic: steps that do not read the choice back."""
 
     def __init__(self, holdings: Holdings, weights: Weights):
         self._holdings, self._weights = holdings, weights
-        self._own: dict[str, type] = {}  # the classes that the switches had, by path
+        self._own: dict[str, type] = {}  # the original classes of the switches, by path
         self._by_path: dict[str, LayerSlots] = {}
-        # What was computed last of what is in slots, where it may not have been evaluated.
+        # The last layer that was computed from slots, and its output, perhaps not yet evaluated.
         self._pending: tuple[LayerSlots, mx.array] | None = None
-        self._unchecked: list[tuple[LayerSlots, int]] = []  # fetched since the files were looked at
+        self._unchecked: list[tuple[LayerSlots, int]] = []  # fetched since the last check_files
         self._told = (0, 0)
         self._switches: list[Switch] | None = None
         self.layers: list[LayerSlots] = []
@@ -57,25 +57,25 @@ class ExpertSlots:
 
     @property
     def switches(self) -> list[Switch]:
-        """All modules that hold experts, by layer; first asked for before any is in slots."""
+        """All modules that hold experts, by layer. First read before any expert is in slots."""
         if self._switches is None:
             self._switches = sorted(find_switches(self._holdings), key=lambda s: (s.layer, s.path))
         return self._switches
 
     @property
     def reads(self) -> bool:
-        """Whether a pass that is built now reads experts, or may."""
+        """True if a pass that is built now may read experts."""
         return bool(self.layers) and not self.optimistic.is_running
 
     @property
     def reader(self) -> Reader:
-        """Who reads experts."""
+        """The reader of the experts."""
         return self._holdings.store.reader
 
     def follow(self) -> None:
-        """Takes note of which stacks are in slots now; those whose memory is new are empty."""
+        """Update `layers` after a change of forms. Slots in new memory start empty."""
         if self._switches is None:
-            return  # nobody has asked for any
+            return  # no policy uses slots
         before, self._by_path = self._by_path, {}
         for switch in self._switches:
             layer = before.get(switch.path)
@@ -90,7 +90,7 @@ class ExpertSlots:
         self.foresight.follow()
 
     def _enter(self, switch: Switch, table: SlotTable | None = None) -> LayerSlots:
-        """table: of what is in the slots, None for nothing."""
+        """Replace a switch's class. table: the contents of its slots, None if they are empty."""
         memory = SlotMemory(self._holdings.store, self._weights, switch.stacks)
         slots = min(holding.form.slots for holding in switch.stacks)
         table = table or SlotTable(switch.experts, slots)
@@ -110,11 +110,11 @@ class ExpertSlots:
     def resize(
         self, moves: Sequence[tuple[Holding, Form]], put: Callable[[Holding, Parts], None]
     ) -> list[tuple[Holding, Form]]:
-        """Gives stacks that are on the device, or that are in slots, more or fewer slots. Those
-        experts stay that would leave last. One matrix after another, as memory may be short: old
-        slots are let go before the next one has new ones. put(holding, parts): has the parts
-        take the place of those there are. Returns the moves that are something else. Raises
-        DataError, NoInputError where the files are not those that were opened."""
+        """Change the number of slots of stacks that are whole on the device or in slots. The
+        experts that would be evicted last stay. One matrix at a time, as memory may be short: its
+        old slots are freed before the next matrix gets new ones. put(holding, parts): replaces the
+        holding's parts. Returns the moves that are not such changes. Raises DataError, NoInputError
+        if the files have changed since they were opened."""
         wanted = {holding: form for holding, form in moves if _is_resizing(holding.form, form)}
         if not wanted:
             return list(moves)
@@ -126,16 +126,16 @@ class ExpertSlots:
         try:
             for switch in switches:
                 self._resize(switch, wanted[switch.stacks[0]], put)
-                mx.clear_cache()  # or MLX would keep the memory for itself
+                mx.clear_cache()  # or MLX's allocator would keep the memory
         finally:
             self.follow()
         done = {holding for switch in switches for holding in switch.stacks}
         return [move for move in moves if move[0] not in done]
 
     def _resize(self, switch: Switch, form: Form, put: Callable[[Holding, Parts], None]) -> None:
-        """Of slots, one matrix after another; should that fail half way, the layer has as many as
-        all of them have, with nothing in them. Of all experts, all matrices together: they cannot
-        be used by halves."""
+        """Resize one layer: slots one matrix at a time (if that fails half way, the layer is left
+        with as many slots as its smallest matrix has, all empty); a whole stack all matrices
+        together, as it cannot be used half converted."""
         layer = self._by_path.pop(switch.path, None)
         if layer is None:
             table, rows = SlotTable.full(switch.experts).resized(form.slots)
@@ -156,10 +156,11 @@ class ExpertSlots:
     def run(
         self, layer: LayerSlots, call: Callable[..., mx.array], x: mx.array, indices: mx.array
     ) -> mx.array:
-        """What a layer's experts make of x: (..., K, D), lazy. call: the architecture's own code,
-        for slots in place of experts. x: (..., D). indices: the router's choice, (..., K) uint32.
-        Raises DataError, IOFailure, NoInputError; what is in slots is then what it was, or less."""
-        # What was computed of these slots before is evaluated too, or it would see other experts.
+        """The outputs of a layer's experts for x, (..., K, D), lazy. call: the architecture's own
+        code, called with slots in place of experts. x: (..., D). indices: the router's choice,
+        (..., K) uint32. Raises DataError, IOFailure, NoInputError; the slots then hold the experts
+        that they held, or fewer."""
+        # The pending output is evaluated too, before its slots are overwritten.
         asked = self.foresight.ask(layer)
         mx.eval(indices, self._pending and self._pending[1], list(asked.values()))
         self._pending = None
@@ -167,7 +168,7 @@ class ExpertSlots:
         wanted = by_last_use(chosen)
         self._count(layer, wanted)
         if len(wanted) <= layer.table.slots:
-            wrong = layer.leave_off(wanted)  # before anything else, as the disk is at it
+            wrong = layer.leave_off(wanted)  # first of all, as the disk is busy with it
             try:
                 self._bring(layer, wanted, wrong, lambda: self.foresight.go_on(layer, asked))
             finally:
@@ -183,7 +184,7 @@ class ExpertSlots:
         return out
 
     def _count(self, layer: LayerSlots, wanted: list[int]) -> None:
-        """Counts what a pass of a layer wants."""
+        """Count the experts that a pass of a layer needs, and the hits among them."""
         layer.choice = wanted
         layer.table.count(wanted)
         self.counts.passes += 1
@@ -191,12 +192,12 @@ class ExpertSlots:
         self.counts.hit += sum(expert in layer.table for expert in wanted)
 
     def _count_right(self, layer: LayerSlots, wanted: Sequence[int]) -> None:
-        """Who has foreseen some of these was right."""
+        """Count those of these experts that were foreseen."""
         self.counts.right += len(layer.foreseen.intersection(wanted))
         layer.foreseen.difference_update(wanted)
 
     def count_hits(self, layer: LayerSlots, wanted: list[int]) -> None:
-        """A pass of a layer has run, and these, all that it wanted, were in slots."""
+        """Count a pass of a layer all of whose experts were hits."""
         self._count(layer, wanted)
         self._count_right(layer, wanted)
         layer.table.use(wanted)
@@ -204,8 +205,8 @@ class ExpertSlots:
     def _in_groups(
         self, layer: LayerSlots, call: Callable[..., mx.array], x: mx.array, chosen: np.ndarray
     ) -> mx.array:
-        """As `run`, for more experts than there are slots: those that are there first, then half as
-        many at a time as there are slots, the last one used last, so that it stays."""
+        """As `run`, for more experts than slots: in groups of half the slots, cached experts first;
+        the last expert is used last, so that it stays."""
         order = sorted(layer.choice, key=lambda expert: expert not in layer.table)
         size = max(1, layer.table.slots // 2)
         groups = [order[i : i + size] for i in range(0, len(order), size)]
@@ -233,9 +234,9 @@ class ExpertSlots:
         spare: Collection[int] = (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Sees to it that experts are in slots, and waits for them. spare: others that leave only
-        where no others can. meanwhile(): called when all that is waited for has been asked for: who
-        asks for more there keeps the disk busy while the last of it comes."""
+        """Load experts into slots, and wait for them. spare: experts to evict only if no others can
+        be. meanwhile(): called when all reads have been requested: requests that it adds keep the
+        disk busy while the last of these finish."""
         coming = [expert for expert in experts if expert in layer.coming]
         slots = layer.claim([e for e in experts if e not in layer.table], experts, spare)
         self._count_right(layer, experts)
@@ -247,7 +248,7 @@ class ExpertSlots:
             failed = self._take(layer, coming)
             if fetch is not None:
                 layer.finish(fetch)
-            if failed:  # they are tried again now that somebody waits
+            if failed:  # reading ahead failed: try again, as they are needed now
                 slots |= (again := layer.claim(failed, experts, spare))
                 if (fetch := self._fetch(layer, again)) is not None:
                     layer.finish(fetch)
@@ -262,15 +263,15 @@ class ExpertSlots:
         layer.table.use(experts)
 
     def _fetch(self, layer: LayerSlots, slots: Mapping[int, int]) -> Fetch | None:
-        """Begins to read what somebody waits for, all of it at once."""
+        """Start reading experts that are needed now, in one request."""
         if not slots:
             return None
         self._note(layer, slots)
         return layer.memory.begin(list(slots), list(slots.values()), NOW)
 
     def _take(self, layer: LayerSlots, coming: Iterable[int]) -> list[int]:
-        """Waits for experts that are being read ahead. Those of which that failed, which have no
-        slots any more."""
+        """Wait for experts that are being read ahead. Returns those that failed; they have lost
+        their slots."""
         failed = []
         for expert in coming:
             try:
@@ -282,7 +283,7 @@ class ExpertSlots:
         return failed
 
     def _note(self, layer: LayerSlots, experts: Iterable[int]) -> None:
-        """Notes experts that are being read, for `_check_files`."""
+        """Remember experts that are being read, for `_check_files`."""
         self._unchecked += ((layer, expert) for expert in experts)
 
     def _begin(
@@ -292,8 +293,8 @@ class ExpertSlots:
         keep: Collection[int],
         spare: Collection[int] = (),
     ) -> list[int]:
-        """Begins to read experts that are not there, and returns at once: those that found a slot.
-        Nothing that is not evaluated may have been computed of the slots that leave."""
+        """Start prefetching the misses among experts; returns at once, with those that got a slot.
+        No unevaluated output may depend on the slots that are evicted."""
         if layer.memory.reads_all:
             return []
         absent = [expert for expert in experts if expert not in layer.table]
@@ -304,8 +305,8 @@ class ExpertSlots:
         return list(slots)
 
     def _check_files(self) -> None:
-        """Before anybody sees what came of a pass: raises DataError, NoInputError where the files
-        are not those that were opened; what was read of them is then nowhere."""
+        """Raise DataError, NoInputError if the files have changed since they were opened, and drop
+        the experts read since the last check. Called before the result of a pass is used."""
         if not self._unchecked:
             return
         unchecked, self._unchecked = self._unchecked, []
@@ -319,8 +320,8 @@ class ExpertSlots:
     # -------------------------------------------------------------------------------- reading ahead
 
     def prefetch(self, layer: LayerSlots, experts: Sequence[int]) -> None:
-        """Begins to read what of these a layer does not have, as far as there are slots for, and
-        returns at once. Those that are there keep their slots."""
+        """Start reading a layer's misses among experts, as far as there are slots; returns at once.
+        Hits keep their slots."""
         if self._pending is not None and self._pending[0] is layer:
             mx.eval(self._pending[1])
         begun = self._begin(layer, experts, set(experts))
@@ -329,13 +330,12 @@ class ExpertSlots:
 
     @property
     def is_reading(self) -> bool:
-        """Whether something that is read ahead has not come yet."""
+        """True while a prefetch is under way."""
         fetches = (fetch for layer in self.layers for fetch in layer.coming.values())
         return not all(fetch.request.is_done for fetch in fetches)
 
     def settle(self) -> bool:
-        """Puts what was read ahead into its slots; False where something has not come yet. Raises
-        as `run`."""
+        """Finish all prefetches; False if one is still being read. Raises as `run`."""
         if self.is_reading:
             return False
         for layer in self.layers:
@@ -348,13 +348,13 @@ class ExpertSlots:
             layer.drop(expert)
 
     def forget_ahead(self) -> None:
-        """Lets go what is being read ahead."""
+        """Cancel all prefetches."""
         self.foresight.forget()
         for layer in self.layers:
             self._forget(layer)
 
     def counted(self) -> dict[str, int] | None:
-        """wanted and hit since the last call; None where no layer has slots."""
+        """wanted and hit since the last call; None if no layer has slots."""
         if not self.layers:
             return None
         before, self._told = self._told, (self.counts.wanted, self.counts.hit)
@@ -362,18 +362,18 @@ class ExpertSlots:
 
 
 def _is_resizing(before: Form, form: Form) -> bool:
-    """Whether they differ in the number of slots alone, of experts that are on the device."""
+    """True if only the number of slots changes, and the experts are on the device."""
     same = before._replace(slots=0) == form._replace(slots=0)
     return same and form.slots != 0 and not before.away
 
 
 def _slots_of(layer: LayerSlots, chosen: np.ndarray) -> mx.array:
-    """Slots, uint32 (..., K), in place of experts that are all there."""
+    """The slots, uint32 (..., K), of chosen experts, all of which are in slots."""
     return mx.array(layer.table.of[chosen].astype(np.uint32))
 
 
 class _Slotted:
-    """What a switch with slots does in addition to the class that computes."""
+    """Mixin for the class of a switch: runs its experts in slots."""
 
     _slots: ExpertSlots
     _layer: LayerSlots

@@ -1,12 +1,12 @@
-"""Experts that are read before it is known that they are wanted.
+"""Foresight: predicts the experts of the layers ahead, to prefetch them.
 
-Two who know: somebody who has run the token before, with fewer experts say, and names the choice of
-every layer at once (paper 002, section III-B); and the routers of the layers that come, applied to
-what the layer that runs now sees. The hidden state changes little from layer to layer, so that they
-choose much the same of it. Neither has to be right: what is wanted and not there is fetched.
+Two predictors: an earlier run of the same token, with fewer experts say, gives the choice of every
+layer at once (paper 002, section III-B); and the routers of the layers ahead, applied to the hidden
+state that the current layer sees, choose nearly as they will later, as the hidden state changes
+little from layer to layer. Neither has to be right: misses are fetched.
 
-To ask a router, the block around it is called, and left where it hands on its choice: so no
-architecture is known here, and what a block makes of its scores (groups, biases, K) holds.
+A router is asked by calling the block around it, and leaving the call where it passes on its
+choice: so this module knows no architecture, and the block's own rules (groups, biases, K) hold.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ RIGHT_SMOOTHING = 1 / 32  # weight of the last choice in how often a place in it
 
 
 class _Answered(Exception):
-    """A block has chosen. indices: (..., K) uint32, lazy."""
+    """Raised to leave a block that has chosen. indices: (..., K) uint32, lazy."""
 
     def __init__(self, indices: mx.array):
         self.indices = indices
 
 
 class Places:
-    """How often what a router names in advance is wanted, by its place in the choice: of those that
-    it partitions its scores for, the least likely one comes last in some architectures, and first
-    in others. What is wanted most often is read first."""
+    """How often a predicted expert is needed, by its place in the choice. A router that partitions
+    its scores puts the least likely expert last in some architectures, first in others. The
+    likeliest is read first."""
 
     def __init__(self) -> None:
-        self._right: dict[tuple[int, int], float] = {}  # by K and place
+        self._right: dict[tuple[int, int], float] = {}  # moving average, by K and place
 
     def ordered(self, choice: Sequence[int]) -> list[int]:
-        """A choice of K experts, the likeliest first; else as it is."""
+        """A choice of K experts, the likeliest first; ties in their order."""
         k = len(choice)
         places = sorted(range(k), key=lambda place: -self._right.get((k, place), 0.0))
         return [choice[place] for place in places]
 
     def note(self, choice: Sequence[int], wanted: Collection[int]) -> None:
-        """What became of a choice."""
+        """Compare a predicted choice with the experts that were needed."""
         for place, expert in enumerate(choice):
             key = len(choice), place
             before = self._right.setdefault(key, 0.0)
@@ -61,43 +61,43 @@ class Places:
 
 
 class Foresight:
-    """What ExpertSlots reads ahead.
+    """The predictions from which ExpertSlots prefetches.
 
-    depth: layers ahead that routers are asked, "auto" for as many as reading takes, None to ask
+    depth: how many layers ahead routers are asked; "auto" for as many as reading takes, None for
     none.
     """
 
     def __init__(self, slots: ExpertSlots):
         self._slots = slots
-        self._own: dict[int, tuple[nn.Module, type]] = {}  # the classes that the blocks had
+        self._own: dict[int, tuple[nn.Module, type]] = {}  # blocks, with their classes
         self._asking = False
-        self._told: dict[int, list[int]] = {}  # choices of the pass that comes, by place
+        self._told: dict[int, list[int]] = {}  # choices of the next pass, by place
         self._told_depth = MOST_AHEAD
-        self._reached = 0  # the last place that was looked at in this pass
-        self._named: dict[int, list[int]] = {}  # choices of layers that come, by place
+        self._reached = 0  # the last place whose router was asked in this pass
+        self._named: dict[int, list[int]] = {}  # predicted choices of layers ahead, by place
         self._places = Places()
-        self._left: float | None = None
+        self._left: float | None = None  # when the last layer had its experts
         self._compute = 0.0  # seconds between two layers, averaged
         self.depth: str | int | None = None
         self._watching = False
 
     @property
     def is_told(self) -> bool:
-        """Whether somebody has said what the pass that comes will want."""
+        """True if the choices of the next pass are known (`tell`)."""
         return bool(self._told)
 
     @property
     def can_ask(self) -> bool:
-        """Whether the routers of all layers can be asked."""
+        """True if the routers of all layers can be asked."""
         return all(switch.block is not None for switch in self._slots.switches)
 
     def watch(self) -> None:
-        """Has what the blocks are called with noted from now on, which asking them needs."""
+        """Start recording the inputs of the blocks, which asking their routers needs."""
         self._watching = True
         self.follow()
 
     def follow(self) -> None:
-        """Takes note of which layers have slots now."""
+        """Update the watched blocks after a change of the layers with slots."""
         self._told, self._named, self._reached = {}, {}, 0
         blocks = {id(layer.switch.block): layer for layer in self._slots.layers}
         blocks.pop(id(None), None)
@@ -108,7 +108,7 @@ class Foresight:
                 vars(module).pop(name)
         for key, layer in blocks.items() if self._watching else ():
             block = layer.switch.block
-            assert block is not None  # it was left out above
+            assert block is not None  # None was removed above
             if key not in self._own:
                 self._own[key] = block, type(block)
                 block.__class__ = derived(_Watched, type(block))
@@ -117,18 +117,18 @@ class Foresight:
     # ------------------------------------------------------------------------------ asking routers
 
     def see(self, layer: LayerSlots, x: mx.array) -> None:
-        """A block is called with x, (B, N, D) of any dtype: kept for whoever asks about a step."""
+        """Keep the input of a block, x (B, N, D) of any dtype, if the pass is a step (N = 1)."""
         if not self._asking:
             layer.seen = x if x.ndim > 1 and x.shape[-2] == 1 else None
 
     def answer(self, indices: mx.array) -> None:
-        """A block has chosen, (..., K) uint32. Ends the call, where it was only asked."""
+        """Called with a block's choice, (..., K) uint32; leaves the block if it was only asked."""
         if self._asking:
             raise _Answered(indices)
 
     def choice(self, layer: LayerSlots, x: mx.array) -> mx.array | None:
-        """What a layer's router chooses of hidden states x, (B, N, D): (B, N, K) uint32, lazy; None
-        where it cannot be asked: it is not called alone, or comes and goes with its layer."""
+        """The choice of a layer's router for hidden states x (B, N, D): (B, N, K) uint32, lazy.
+        None if it cannot be asked: it cannot be called alone, or is streamed with its layer."""
         switch = layer.switch
         if switch.block is None or any(holding.form.away for holding in switch.routing):
             return None
@@ -142,11 +142,11 @@ class Foresight:
         return None
 
     def last_choices(self, rows: Sequence[int] | None = None) -> dict[int, list[int]]:
-        """What the routers choose of what their layers saw in the last step, with the K that their
-        blocks have now, by place among the layers with slots and in no order: what the same token
-        wants when it is run again with more experts. rows: of a batch that are run again, None for
-        all. One synchronisation. Layers are missing whose last pass was no step, that were not
-        watched, or whose router comes and goes.
+        """The routers' choices for the inputs of the last step, with the current K of their blocks,
+        by place among the layers with slots, unordered: the experts that the same token needs when
+        it is run again with more of them. rows: of a batch that are run again, None for all. One
+        synchronisation. Without the layers whose last pass was no step, that were not watched, or
+        whose router is streamed.
 
             foresight.watch()
             (a step with few experts; then the blocks get their full K)
@@ -167,18 +167,17 @@ class Foresight:
     # ------------------------------------------------------------------------------- reading ahead
 
     def tell(self, choices: Mapping[int, Sequence[int]], depth: int = MOST_AHEAD) -> None:
-        """Says what the pass that comes will want: experts by place among the layers with slots.
-        Begins with the first `depth` layers at once, and stays as far ahead of the layer that runs.
-        It holds for one pass."""
+        """Set the choices of the next pass: experts by place among the layers with slots. Starts
+        prefetching the first `depth` layers at once, and stays as far ahead of the current layer.
+        Valid for one pass."""
         self._told = {place: list(experts) for place, experts in choices.items()}
         self._told_depth = depth
         for place in range(min(depth, len(self._slots.layers))):
             self._slots.prefetch(self._slots.layers[place], self._told.get(place, ()))
 
     def ask(self, layer: LayerSlots) -> dict[int, mx.array]:
-        """The choices, lazy, by place, that the routers of layers ahead make of what a layer that
-        runs now sees, (B, 1, K) uint32. They are to be evaluated with its own, and given to
-        `go_on`."""
+        """The choices of the routers of layers ahead for the current layer's input, by place:
+        (B, 1, K) uint32, lazy. To be evaluated with its own choice, and passed to `go_on`."""
         self._time()
         if self.depth is None or self._told or layer.seen is None:
             return {}
@@ -195,8 +194,8 @@ class Foresight:
         return found
 
     def go_on(self, layer: LayerSlots, asked: Mapping[int, mx.array]) -> None:
-        """What a layer wants has been asked for: begins to read what layers ahead want. asked: as
-        `ask` gave them, uint32 (B, 1, K), evaluated."""
+        """Prefetch for layers ahead, once a layer's own experts have been requested. asked: from
+        `ask`, uint32 (B, 1, K), evaluated."""
         layers = self._slots.layers
         here = layers.index(layer)
         self._places.note(self._named.pop(here, ()), layer.choice)
@@ -209,24 +208,24 @@ class Foresight:
                 self._slots.prefetch(layers[place], self._told.get(place, ()))
 
     def leave(self, layer: LayerSlots) -> None:
-        """A layer has its experts, and is computed."""
+        """Called when a layer has its experts, before it is computed."""
         if layer is self._slots.layers[-1]:
             self._told = {}
         self._left = time.perf_counter()
 
     def forget(self) -> None:
-        """Nothing is known of the pass that comes."""
+        """Discard all predictions of the next pass."""
         self._told, self._named, self._reached, self._left = {}, {}, 0, None
 
     def _time(self) -> None:
-        """A layer begins: how long after the one before it had its experts."""
+        """Measure the time since the previous layer had its experts."""
         if self._left is not None:
             seconds = time.perf_counter() - self._left
             self._compute += SMOOTHING * (seconds - self._compute)
             self._left = None
 
     def _measured_depth(self) -> int:
-        """Layers whose reading takes as long as one computes, rounded up; 1 to begin with."""
+        """How many layers one layer's reading takes to compute, rounded up; 1 to begin with."""
         counts, reader = self._slots.counts, self._slots.reader
         if not counts.passes or not self._compute or not reader.bytes_read:
             return 1
@@ -235,12 +234,12 @@ class Foresight:
 
 
 def _experts(choice: mx.array) -> list[int]:
-    """The experts in a choice, uint32 (..., K), evaluated; each once."""
+    """The distinct experts of an evaluated choice, uint32 (..., K)."""
     return list(dict.fromkeys(np.array(choice).reshape(-1).tolist()))
 
 
 class _Watched:
-    """What a block around experts does in addition to its own."""
+    """Mixin for the class of a block around experts: records its input."""
 
     _foresight: Foresight
     _layer: LayerSlots

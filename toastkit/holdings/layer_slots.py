@@ -1,4 +1,4 @@
-"""One layer's experts: the module that holds them, the slots, what is on its way into them."""
+"""The expert slots of one layer: the module that holds the experts, the table, the prefetches."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PARENTS = ("SwitchGLU", "SwitchMLP")  # mlx_lm's modules that hold a layer's exp
 
 class Switch(NamedTuple):
     """A module that holds a layer's experts. path: in the module tree. layer: its decoder layer.
-    stacks: its matrices, (experts, rows, columns) each. experts: how many. block: the module around
-    it, with the router, where that can be called with nothing but a layer's hidden states. routing:
-    what else is in it."""
+    stacks: its matrices, (experts, rows, columns) each. experts: how many. block: the MoE block
+    around it, with the router, if hidden states are its only argument. routing: the block's other
+    modules."""
 
     path: str
     layer: int
@@ -40,12 +40,12 @@ class Switch(NamedTuple):
 
 @dataclass
 class SlotCounts:
-    """Of all layers with slots, since the beginning. wanted: experts, each once a layer and pass.
-    hit: of them, those that were in their slots, or on their way. ahead: experts that were read
-    because somebody foresaw them; right: of them, those that the next pass of their layer wanted.
-    read: bytes of the files. wait: seconds that passes waited for experts. passes: of one layer.
-    optimistic: steps that read no choice back before they ended; retried: of them, those that
-    missed an expert and were run again; of these, nothing else is counted but what ran again."""
+    """Totals of all layers with slots. wanted: distinct experts needed, per layer and pass. hit:
+    those of them that were in slots, or on their way. ahead: experts prefetched; right: those of
+    them that the next pass of their layer needed. read: bytes of the files. wait: seconds that
+    passes waited for experts. passes: of single layers. optimistic: steps that read no choice back
+    before their end; retried: those of them that missed an expert and were run again, of which the
+    other counts have the second run alone."""
 
     wanted: int = 0
     hit: int = 0
@@ -63,10 +63,10 @@ class SlotCounts:
 
 
 class LayerSlots:
-    """The slots of one layer. coming: fetches of experts that are read ahead, one each; they have
-    their slots. foreseen: those of them, or of those that came, that nobody has wanted yet.
-    choice: the experts that the last pass wanted, the last one used last. seen: what its block was
-    called with in the last step, (B, 1, D); None after another pass, and where nobody watches."""
+    """The slots of one layer. coming: the prefetches under way, by expert; their slots are claimed.
+    foreseen: prefetched experts, under way or finished, not needed so far. choice: the experts of
+    the last pass, in order of their last use. seen: the block's input in the last step, (B, 1, D);
+    None after a pass that was no step, or if unwatched."""
 
     def __init__(self, switch: Switch, memory: SlotMemory, table: SlotTable, counts: SlotCounts):
         self.switch, self.memory, self.table, self._counts = switch, memory, table, counts
@@ -79,25 +79,25 @@ class LayerSlots:
 
     @property
     def is_stale(self) -> bool:
-        """Whether its memory has been taken out of the tree."""
+        """True if its memory has been taken out of the module tree."""
         return any(h.parts is not parts for h, parts in zip(self.switch.stacks, self.parts))
 
     def release(self) -> None:
-        """Lets its memory go. It is of no more use."""
+        """Free its memory; it cannot be used afterwards."""
         self.parts = []
         self.memory.release()
 
     @property
     def slot_of(self) -> mx.array:
-        """The slot of each expert, uint32 (experts,), on the device; 0 without one."""
+        """The slot of each expert, uint32 (experts,), on the device; 0 for those in none."""
         if self._slot_of[0] != self.table.changes:
             slots = mx.array(np.maximum(self.table.of, 0).astype(np.uint32))
             self._slot_of = self.table.changes, slots
         return self._slot_of[1]
 
     def claim(self, experts: Sequence[int], keep: Collection[int], spare: Collection[int]) -> dict:
-        """Slots for experts that have none, by expert, as many as there are to be had: see
-        SlotTable.claim. What was being read into them is not any more."""
+        """Claim slots for experts that have none, as far as possible (see SlotTable.claim): slot by
+        expert. Prefetches into these slots are cancelled."""
         found: dict[int, int] = {}
         keep, spare = frozenset(keep), frozenset(spare)
         for expert in experts:
@@ -109,8 +109,8 @@ class LayerSlots:
         return found
 
     def leave_off(self, wanted: Collection[int]) -> list[int]:
-        """Nothing more is read of what was foreseen and is not wanted, unless all of it is there.
-        Returns the experts, which are to be dropped: their slots are free soon."""
+        """Stop the unfinished prefetches of experts that are not wanted after all. Returns them, to
+        be dropped: their slots will be free soon."""
         wrong = [
             expert
             for expert in self.foreseen.difference(wanted)
@@ -121,36 +121,36 @@ class LayerSlots:
         return wrong
 
     def drop(self, expert: int) -> None:
-        """Marks an expert as neither in its slot nor on its way."""
+        """Mark an expert as neither in a slot nor on its way."""
         self._cancel(expert)
         if expert in self.table:
             self.table.drop(expert)
 
     def _cancel(self, expert: int) -> None:
-        """Nothing is to come of reading it ahead."""
+        """Cancel an expert's prefetch, if there is one."""
         self.foreseen.discard(expert)
         if fetch := self.coming.pop(expert, None):
             fetch.cancel()
             self._counts.read += fetch.request.read
 
     def finish(self, fetch: Fetch) -> None:
-        """See SlotMemory.finish; counts what was read."""
+        """SlotMemory.finish, counting the bytes read."""
         self.memory.finish(fetch)
         self._counts.read += fetch.request.read
 
 
 def by_last_use(chosen: np.ndarray) -> list[int]:
-    """The experts in a choice, uint32 (..., K), each once, the last one used last."""
+    """The distinct experts of a choice, uint32 (..., K), in order of their last use."""
     return list(dict.fromkeys(chosen.reshape(-1)[::-1].tolist()))[::-1]
 
 
 def is_switch(module: Any) -> bool:
-    """Whether a module is one of mlx_lm's that hold a layer's experts, whatever else it does."""
+    """True for mlx_lm's modules that hold a layer's experts, and classes derived from them."""
     return any(base.__name__ in PARENTS for base in type(module).__mro__)
 
 
 def find_switches(holdings: Holdings) -> Iterable[Switch]:
-    """Those whose matrices are all stacks of experts, in a decoder layer."""
+    """Yield the switches in decoder layers whose parameters agree on the number of experts."""
     modules = dict(holdings.store.model.named_modules())
     for path, module in modules.items():
         if not is_switch(module):
@@ -170,7 +170,7 @@ def find_switches(holdings: Holdings) -> Iterable[Switch]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether the one argument of the module around a switch is what a router looks at. (A layer
-    would be called with masks and caches.)"""
+    """True if the module around a switch takes one argument: hidden states. (A decoder layer takes
+    masks and caches as well.)"""
     _, *given = signature(type(module).__call__).parameters.values()
     return [(one.default, one.kind in VARIADIC) for one in given] == [(Parameter.empty, False)]

@@ -1,11 +1,10 @@
-"""A step that takes it on trust that all experts wanted are in slots, and looks once, at its end.
+"""Optimistic steps: assume that all experts needed are in slots, and verify once, at the end.
 
-To know what a router has chosen, a careful step waits for the device in each layer. An optimistic
-one looks slots up on the device, so that it is built without waiting, and evaluates its logits
-together with the choices of all layers. Where one of these names an expert that is in no slot, the
-step has to be taken back and run again, carefully. What its layers named is read ahead for that, as
-of a pass of the little model that is lost (paper 002, section III-B): up to the first miss it is
-what they will name again, and after it mostly.
+A careful step waits for the device in each layer, to read the router's choice. An optimistic step
+looks slots up on the device, so that it is built without waiting, and evaluates its logits together
+with the choices of all layers. If one of these missed, the step has to be rolled back and run
+again, carefully. Its choices are prefetched for that, as those of a lost pass of the little model
+are (paper 002, section III-B): up to the first miss they are exact, and after it mostly right.
 """
 
 from __future__ import annotations
@@ -22,34 +21,34 @@ from toastkit.holdings.layer_slots import LayerSlots, by_last_use
 if TYPE_CHECKING:
     from toastkit.holdings.expert_slots import ExpertSlots
 
-# Steps without a miss before the first optimistic one, and the most that are waited for.
+# Steps in a row without a miss before optimistic ones: to begin with, and at most.
 FIRST_PATIENCE, MOST_PATIENCE = 8, 64
 
 
 class OptimisticSteps:
-    """The optimistic steps of a model whose experts are in slots.
+    """The optimistic steps of a model with expert slots.
 
-    patience: steps in a row that have to find all they want before optimistic ones begin, which
-    then go on until one misses an expert. That doubles it, or halves it where as many had gone
-    well. trusts: they have begun. is_running: an optimistic step is being built.
+    patience: steps in a row without a miss before optimistic ones begin, which go on until one
+    misses an expert. A miss doubles patience, or halves it if at least as many optimistic steps had
+    succeeded. trusts: optimistic steps have begun. is_running: one is being built.
     """
 
     def __init__(self, slots: ExpertSlots):
         self._slots = slots
         self._chosen: list[tuple[LayerSlots, mx.array]] = []
-        self._row = 0  # steps that found all: in a row before the optimistic ones, or of these
+        self._row = 0  # steps in a row without a miss, counted anew from the first optimistic one
         self.trusts = False
         self.patience = FIRST_PATIENCE
         self.is_running = False
 
     def is_due(self) -> bool:
-        """Whether the step that comes is to be optimistic: the last ones found all they wanted, and
-        nothing is on its way into slots. Raises as ExpertSlots.settle."""
+        """True if the next step is to be optimistic: the last ones had no miss, and no prefetch is
+        under way. Raises as ExpertSlots.settle."""
         slots = self._slots
         return self.trusts and bool(slots.layers) and not slots.foresight.is_told and slots.settle()
 
     def note(self, found: bool) -> None:
-        """A step has run: whether all that it wanted was in slots."""
+        """Record a step. found: it had no miss."""
         self._row += found
         if self.trusts and not found:
             doubled = min(MOST_PATIENCE, 2 * self.patience)
@@ -62,7 +61,7 @@ class OptimisticSteps:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Steps that are built meanwhile are optimistic."""
+        """Context in which the step that is built is optimistic."""
         self._slots.foresight.forget()
         self._chosen, self.is_running = [], True
         try:
@@ -72,7 +71,7 @@ class OptimisticSteps:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """A careful step runs meanwhile, and is noted."""
+        """Context in which a careful step runs, to be recorded."""
         counts = self._slots.counts
         before = counts.wanted - counts.hit
         yield
@@ -82,14 +81,14 @@ class OptimisticSteps:
     def run(
         self, layer: LayerSlots, call: Callable[..., mx.array], x: mx.array, indices: mx.array
     ) -> mx.array:
-        """As ExpertSlots.run, for x (B, 1, D) and a choice (B, 1, K) uint32, and nothing is waited
-        for. In place of experts that are in no slot, it computes with whatever lies in another."""
+        """As ExpertSlots.run, for x (B, 1, D) and a choice (B, 1, K) uint32, without waiting. A
+        missing expert is computed with whatever is in slot 0."""
         self._chosen.append((layer, indices))
         return call(x, layer.slot_of[indices])
 
     def look(self, logits: mx.array) -> bool:
-        """Evaluates a step that was built in `running`: (B, vocab) float32. Whether all that it
-        wanted was there; if so it is counted, else it is read ahead."""
+        """Evaluate and verify a step that was built in `running`; logits: (B, vocab) float32. True
+        if it had no miss: then it is counted; else its experts are prefetched."""
         chosen, self._chosen = self._chosen, []
         mx.eval(logits, [indices for _, indices in chosen])
         choices = [(layer, by_last_use(np.array(indices))) for layer, indices in chosen]

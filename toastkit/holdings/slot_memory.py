@@ -1,11 +1,10 @@
-"""The memory of one layer's slots, and how experts are read into it.
+"""The memory of one layer's expert slots, and reading experts into it.
 
-An expert is a row of each parameter of its layer's stacks: weights of gate, up and down, scales,
-biases. Where the device computes on memory that the host can write, they are read straight into
-their slots; else into memory of the host, and from there in one update of each stack. What the
-files do not hold as it is on the device, because it is computed from other tensors or quantised as
-it is fetched, is made when what it is made of has been read: an expert's rows, or, where these are
-not known to be enough, all of a layer's.
+An expert is a row of each parameter of its layer's stacks: gate, up and down weights, scales,
+biases. If the host can write the device's memory, rows are read straight into their slots; else
+into host memory, and from there with one update of each stack. A parameter that the files hold in
+another form, because it is computed from other tensors or quantised on the fly, is made once its
+sources have been read: the expert's rows, or, if those may not be enough, the whole layer's.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from toastkit.store.rows import Rows
 from toastkit.store.store import Store
 from toastkit.store.waiting import NOW
 
-UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}  # by bytes
-KEPT_BYTES = 64 << 20  # at most, of memory that experts are made of, to be read into again
-TOGETHER_BYTES = 256 << 10  # pieces of an expert that one thread reads, wherever they lie
+UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}  # by item size in bytes
+KEPT_BYTES = 64 << 20  # the largest source buffers that are kept, to be read into again
+TOGETHER_BYTES = 256 << 10  # of an expert's pieces, wherever they are, for one thread to read
 
 
 class _Stack(NamedTuple):
-    """One parameter. key: of the holding's module. name: in the store. row: bytes of an expert.
-    view: of all its slots' bytes, where the host can write them."""
+    """One parameter. key: in the holding's module. name: in the store. row: bytes per expert. view:
+    the bytes of all its slots, if the host can write them."""
 
     holding: Holding
     key: str
@@ -42,16 +41,16 @@ class _Stack(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """A tensor of the store, name, of which one or more parameters of a module are made."""
+    """A stored tensor, by name, from which one or more parameters of a module are made."""
 
     holding: Holding
     name: str
 
 
 class Fetch(NamedTuple):
-    """Experts on their way into slots. request: of what is read. staged: bytes of the host, by
-    place in `experts`, where the device's memory is its own. made: the rows of each source, once
-    they are read."""
+    """Experts on their way into slots. request: the reads. staged: the bytes of each expert's rows,
+    host buffers unless the slots themselves are written. made: the rows of each source, once
+    read."""
 
     experts: list[int]
     slots: list[int]
@@ -60,24 +59,24 @@ class Fetch(NamedTuple):
     made: list[Rows]
 
     def cancel(self) -> None:
-        """Wants them no longer; their slots can be used again when this returns."""
+        """Cancel the fetch; the slots can be reused when this returns."""
         self.request.cancel()
 
     def leave_off(self) -> None:
-        """They are not wanted. Their slots can be used again after `cancel`, and soon."""
+        """Stop reading, without waiting: `cancel`, which must follow, then soon returns."""
         self.request.leave_off()
 
 
 class SlotMemory:
-    """The slots of the experts of some holdings: the stacks of one layer, in one form.
+    """The slots of some holdings' experts: the stacks of one layer, in one form.
 
-    expert_bytes: of an expert on the device. read_bytes: of the files, that are read for one.
-    reads_all: whether all experts of the layer are read for one: then nothing is read ahead.
+    expert_bytes: size of an expert on the device. read_bytes: bytes read from the files for one.
+    reads_all: true if fetching one expert reads all of the layer: then nothing is prefetched.
     """
 
     def __init__(self, store: Store, weights: Weights, holdings: Sequence[Holding]):
         self._store, self._weights, self.holdings = store, weights, list(holdings)
-        self._direct: list[_Stack] = []  # whose rows the files hold as they are on the device
+        self._direct: list[_Stack] = []  # whose rows are stored as on the device
         self._made: list[_Source] = []
         self._pieces: dict[tuple[int, int], Piece] = {}
         host = host_writes()
@@ -96,35 +95,35 @@ class SlotMemory:
         jobs = {key: job for rows in self._rows_of([0]) for key, job in rows.jobs.items()}
         self.read_bytes += sum(job.stored_bytes for job in jobs.values())
         self.reads_all = any(store.is_whole(source.name) for source in self._made)
-        # In the order of the file: what of an expert lies side by side is read at once.
+        # In file order: adjacent pieces of an expert are read at once.
         self._direct.sort(key=lambda stack: self._pieces[id(stack), 0].spans)
 
     def release(self) -> None:
-        """Lets the slots' bytes go, which stay as long as somebody sees them."""
+        """Drop the views of the slots, which would keep their memory alive."""
         self._direct = []
 
     def _rows_of(self, experts: list[int]) -> list[Rows]:
-        """What it takes to have experts of each source."""
+        """The reads that experts take, per source."""
         spans = [(expert, expert + 1) for expert in experts]
         return [self._store.rows_of(source.name, spans) for source in self._made]
 
     def _piece(self, stack: _Stack, expert: int, view: memoryview) -> Piece | None:
-        """What reads an expert's row of a stack."""
+        """The read of an expert's row of a stack into view; None if it is not stored as such."""
         known = self._pieces.get((id(stack), expert))
         if known is None:
             dtype = stack.holding.parts.matrix[stack.key].dtype
             known = self._store.piece(stack.name, expert, view, dtype)
             if known is None:
                 return None
-            # Without the memory, which would stay as long as this does.
+            # Without the view, which would keep its memory alive.
             self._pieces[id(stack), expert] = known._replace(view=memoryview(b""))
         return known._replace(view=view)
 
     # ----------------------------------------------------------------------------------- fetching
 
     def begin(self, experts: list[int], slots: list[int], priority: int) -> Fetch:
-        """Begins to read experts into slots, in one request, and returns at once. To be taken by
-        `finish`, or cancelled. Nothing may be computed any more of what was in the slots."""
+        """Start reading experts into slots, in one request, and return at once. `finish` or cancel
+        the fetch. No unevaluated output may depend on the slots' old contents."""
         jobs: dict[Any, Filling | Job] = {}
         staged: list[list[memoryview]] = []
         for n, (expert, slot) in enumerate(zip(experts, slots)):
@@ -140,18 +139,18 @@ class SlotMemory:
         made = self._rows_of(experts)
         for rows in made:
             jobs.update(rows.jobs)
-        # Rows are made of what was read when their slots are at hand.
+        # `finish` makes rows of what was read.
         request = self._store.reader.request(jobs, lambda read: read, priority, priority == NOW)
         return Fetch(experts, slots, request, staged, made)
 
     def _grouped(self, expert: int, views: list[memoryview]) -> list[list[Piece]]:
-        """The pieces of an expert, so many together that a thread has something to do; what lies in
-        one range is never divided."""
+        """The pieces of an expert in groups large enough for a thread; adjacent pieces stay
+        together."""
         groups: list[list[Piece]] = [[]]
         size = 0
         for stack, view in zip(self._direct, views):
             piece = self._piece(stack, expert, view)
-            assert piece is not None  # it was asked about one
+            assert piece is not None  # as for expert 0, when the stack was found direct
             last = groups[-1][-1].spans[-1] if groups[-1] else piece.spans[0]
             if size >= TOGETHER_BYTES and not last.precedes(piece.spans[0]):
                 groups.append([])
@@ -161,8 +160,8 @@ class SlotMemory:
         return [group for group in groups if group]
 
     def finish(self, fetch: Fetch) -> None:
-        """Waits until the experts are in their slots. Raises DataError, NoInputError, IOFailure;
-        what is in the slots is then nothing of use."""
+        """Wait until the experts are in their slots. Raises DataError, NoInputError, IOFailure; the
+        slots' contents are then undefined."""
         read = fetch.request.result()
         where = mx.array(fetch.slots)
         written: list[mx.array] = []
@@ -189,7 +188,7 @@ class SlotMemory:
             drop_dense(holding.module)
 
     def _write(self, holding: Holding, key: str, slot: int, row: mx.array) -> None:
-        """Puts an expert's row, (1, ...) and evaluated, into a stack."""
+        """Write an expert's row, (1, ...) and evaluated, into a slot of a stack."""
         array = holding.module[key]
         if not host_writes():
             array[slot] = row[0]
@@ -207,6 +206,6 @@ def _stack(holding: Holding, key: str, name: str, host: bool) -> _Stack:
 
 
 def _bytes_of(array: Any) -> memoryview:
-    """The memory of an evaluated array, of any shape such as (slots, rows) and any dtype."""
+    """The memory of an array, of any shape such as (slots, rows) and any dtype; evaluates it."""
     mx.eval(array)
     return memoryview(array).cast("B")

@@ -1,6 +1,6 @@
-"""Which expert is in which slot of a layer, and which one leaves: the one used least, recent passes
-counting more, and among equals the longest unused. That finds a few more experts in their slots
-than recent use alone does (docs/decisions.md)."""
+"""Which expert is in which slot of a layer, and which is evicted: the least used, with decayed
+counts (LFU), the least recently used among equals. That hits a little more often than plain LRU
+(docs/decisions.md)."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-DECAY = 0.95  # a pass, of how often an expert was used
-MOST_WEIGHT = 1e100
+DECAY = 0.95  # of the counts, per pass
+MOST_WEIGHT = 1e100  # beyond which the counts are rescaled
 
 
 class SlotTable:
-    """The slots of one layer's experts; says nothing of what lies in them.
+    """The assignment of one layer's experts to slots, without their contents.
 
-    experts, slots: how many there are. of: the slot of each expert, int32 (experts,), -1 without.
-    uses: passes that wanted each expert, the last one counting most, by some unit. changes: of
-    `of`, so far.
+    experts, slots: how many there are. of: the slot of each expert, int32 (experts,), -1 for none.
+    uses: decayed count of the passes that needed each expert, in a growing unit. changes: how often
+    `of` has changed.
     """
 
     def __init__(self, experts: int, slots: int):
         self.experts, self.slots = experts, slots
         self.of = np.full(experts, -1, np.int32)
         self.uses = [0.0] * experts
-        self._weight = 1.0  # of the pass that comes: it grows, instead of all that was before
+        self._weight = 1.0  # of the next pass: growing it decays all earlier counts
         self.changes = 0
-        self._held: dict[int, int] = {}  # expert -> slot, the longest unused first
+        self._held: dict[int, int] = {}  # expert -> slot, least recently used first
         self._free = list(range(slots - 1, -1, -1))
 
     @classmethod
     def full(cls, experts: int) -> SlotTable:
-        """With a slot for each expert, of its number."""
+        """A table in which each expert n is in slot n."""
         table = cls(experts, experts)
         for expert in range(experts):
             table.claim(expert, ())
         return table
 
     def resized(self, slots: int) -> tuple[SlotTable, list[int]]:
-        """A table of so many slots in which those experts stay that would have left last; and the
-        slots that they have had, by the slots that they have now."""
+        """A table of that many slots that keeps the experts that would be evicted last; and their
+        old slots, by new slot."""
         order = sorted(self._held, key=lambda expert: self.uses[expert])
         stay = set(order[max(0, len(order) - slots) :])
         table, rows = SlotTable(self.experts, slots), []
@@ -55,16 +55,16 @@ class SlotTable:
 
     @property
     def held(self) -> list[int]:
-        """The experts that have a slot, the longest unused first."""
+        """The experts in slots, least recently used first."""
         return list(self._held)
 
     def use(self, experts: Iterable[int]) -> None:
-        """They are used now, in this order; each has a slot."""
+        """Mark experts, all in slots, as used now, in this order."""
         for expert in experts:
             self._held[expert] = self._held.pop(expert)
 
     def count(self, experts: Sequence[int]) -> None:
-        """A pass wants these, there or not."""
+        """Count the experts that a pass needs, hits or misses."""
         for expert in experts:
             self.uses[expert] += self._weight
         self._weight /= DECAY
@@ -75,9 +75,9 @@ class SlotTable:
     def claim(
         self, expert: int, keep: Collection[int], spare: Collection[int] = ()
     ) -> tuple[int, int] | None:
-        """A slot for an expert that has none, which is now the last one used, and the expert that
-        leaves it, -1 for none: a free slot, or that of the one used least. keep: experts that are
-        not to leave. spare: those that leave only where no other can. None where nobody can."""
+        """Give an expert that has none a slot: a free one, or that of the least used expert. It
+        counts as the most recently used. Returns the slot and the evicted expert, -1 for none; None
+        if no expert can be evicted. keep: never evicted. spare: evicted only if no other can be."""
         gone = -1
         if self._free:
             slot = self._free.pop()
@@ -95,7 +95,7 @@ class SlotTable:
         return slot, gone
 
     def drop(self, expert: int) -> None:
-        """What is in its slot is not it."""
+        """Free the slot of an expert."""
         self._free.append(self._held.pop(expert))
         self.of[expert] = -1
         self.changes += 1
