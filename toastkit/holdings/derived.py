@@ -1,4 +1,4 @@
-"""Modules that do more than their architecture has them do: their class changes, and not they."""
+"""Modules that are extended in place: their class changes, never their identity."""
 
 from __future__ import annotations
 
@@ -7,6 +7,5 @@ from functools import cache
 
 @cache
 def derived(mixin: type, base: type) -> type:
-    """`base`, doing what `mixin` does in addition, under both their names; isinstance still holds
-    for it."""
+    """A subclass of `mixin` and `base`, named after both; isinstance holds for either."""
     return type(f"{mixin.__name__.lstrip('_')}{base.__name__}", (mixin, base), {})

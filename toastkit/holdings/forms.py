@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class Form(NamedTuple):
-    """kind: "absent", "original" or "packed". bits: of a packed weight, 2, 4, 6 or 8. fused:
-    multiply packed weights as they are, where MLX computes that exactly; else from a dequantised
-    copy. streamed: it is so while its layer runs, and absent else. slots: of the experts of a stack
-    as many are on the device at a time, fetched when a token wants them; 0 for all. mapped: an
-    original that lies in its file."""
+    """The form of a module's weights. kind: "absent", "original" or "packed". bits: of a packed
+    weight, 2, 4, 6 or 8. fused: multiply packed weights as they are, where MLX computes that
+    exactly; else use a dequantised copy. streamed: present only while its layer runs. slots: how
+    many experts of a stack are on the device at a time, fetched on demand; 0 for all. mapped: an
+    original that is memory-mapped from its file."""
 
     kind: str
     bits: int = 0
@@ -21,12 +21,12 @@ class Form(NamedTuple):
 
     @property
     def away(self) -> bool:
-        """Whether nothing of it is on the device between two passes."""
+        """True if nothing of it is on the device between passes."""
         return self.streamed or self.kind == "absent"
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is on the device between two passes."""
+        """True if all of it is on the device between passes."""
         return not (self.away or self.slots)
 
     @property
@@ -40,5 +40,5 @@ MAPPED = ORIGINAL._replace(mapped=True)
 
 
 def packed(bits: int, fused: bool = True) -> Form:
-    """The form of weights in so many bits with one scale a row (store.precision)."""
+    """The form of weights packed to that many bits, with one scale per row (store.precision)."""
     return Form("packed", bits, fused)

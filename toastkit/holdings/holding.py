@@ -1,4 +1,4 @@
-"""One module of the model, and what hangs in it: the only place where the module tree is changed.
+"""A module of the model and its arrays: the only place where the module tree is changed.
 
 A module changes its class, never its identity: architectures keep references to their modules and
 read attributes off them.
@@ -27,7 +27,7 @@ from toastkit.store.store import Store
 
 
 class Tensor(NamedTuple):
-    """A parameter of a module. name: in the store. container, key: where it hangs."""
+    """A parameter of a module. name: in the store. container, key: its place in the tree."""
 
     name: str
     container: Any
@@ -37,10 +37,9 @@ class Tensor(NamedTuple):
 @dataclass(eq=False)
 class Parts:
     """The arrays of a module in one form: (rows, columns) or (experts, rows, columns), in the dtype
-    of the device; packed ones as precision.Rows has them. matrix: its weight, or the rows of a
-    packed one, by parameter. rest: its other parameters, by name in the store, which every form but
-    the absent one shares. owner: of the matrix, in the ledger. kind: what a packed module
-    becomes."""
+    of the device; packed ones as in precision.Rows. matrix: the weight, or the packed rows, by
+    parameter. rest: the other parameters, by name in the store, shared by all forms but the absent
+    one. owner: of the matrix, in the ledger. kind: class and attributes of the packed module."""
 
     form: Form
     matrix: dict[str, mx.array]
@@ -49,17 +48,17 @@ class Parts:
     kind: Kind | None = None
 
     def with_rest(self, rest: dict[str, mx.array]) -> Parts:
-        """The same with other parameters beside the matrix."""
+        """A copy with other parameters beside the matrix."""
         return Parts(self.form, self.matrix, rest, self.owner, self.kind)
 
     @property
     def matrix_bytes(self) -> int:
-        """Of the weight in this form."""
+        """Bytes of the weight in this form."""
         return sum(array.nbytes for array in self.matrix.values())
 
     @property
     def rest_bytes(self) -> int:
-        """Of the other parameters, where they came with it."""
+        """Bytes of the other parameters, if they came with it."""
         return sum(array.nbytes for array in self.rest.values())
 
 
@@ -68,9 +67,8 @@ class Holding:
 
     path: in the module tree. layer: its decoder layer, None outside of them. owner: of its
     originals in the ledger. weight: the parameter that can be packed, (..., columns); None for a
-    module that has no such matrix. rest: its other parameters. form: what hangs there now, parts:
-    its arrays. slots: of a stack of experts, as many as some policy will have on the device; 0 for
-    all.
+    module without such a matrix. rest: its other parameters. form, parts: the current form, and its
+    arrays. slots: the expert slots that a policy will give a stack; 0 for all experts.
     """
 
     def __init__(self, path: str, module: nn.Module, store: Store):
@@ -87,8 +85,8 @@ class Holding:
         self._class, self._attributes = type(module), dict(vars(module))
 
     def use_native(self, activation_bits: int) -> None:
-        """Its products are native from here on, in every form that it takes, where they can be.
-        activation_bits: that packed weights meet, see kernels.h."""
+        """Use native matmuls from now on, in every form that has one. activation_bits: of the
+        activations that packed weights are multiplied by, see kernels.h."""
         self._class = native(self._class)
         self.module.__class__ = self._class
         own = {"_activation_bits": activation_bits}
@@ -96,8 +94,8 @@ class Holding:
         self._attributes.update(own)
 
     def keep_narrow(self, store: Store, wide: mx.Dtype) -> list[str]:
-        """Has its products meet activations, of dtype wide, with 16-bit numbers as they are stored,
-        where they can: the names of these parameters."""
+        """Keep 16-bit parameters as they are stored, where matmuls with activations of dtype wide
+        can use them. Returns the names of these parameters."""
         keys = narrow_keys(self.module)
         names = [t.name for t in self.tensors if t.container is self.module and t.key in keys]
         dtypes = {store.dtype(name) for name in names}
@@ -107,7 +105,7 @@ class Holding:
         return names
 
     def add(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        """Takes a parameter in. What initialising the architecture made of it is dropped."""
+        """Add a parameter. The value that the architecture initialised it with is dropped."""
         own = tensor.container is self.module and tensor.key == "weight"
         if own and is_matrix(self.module):
             self.weight, self.columns = tensor, shape[-1]
@@ -127,12 +125,12 @@ class Holding:
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of the matrix on the device, in use now: with its dequantised copy."""
+        """Bytes of the matrix in use on the device, with its dequantised copy."""
         return self.parts.matrix_bytes + dense_bytes(self.module)
 
     def hang(self, parts: Parts, counts: PathCounts, grown: Callable[[int], None]) -> Parts:
-        """Puts a form's arrays into the tree; gives back what hung there. grown(bytes): is told of
-        a dequantised copy that the module makes, or drops (negative)."""
+        """Attach a form's arrays to the tree; returns the parts that they replace. grown(bytes):
+        called for a dequantised copy that the module makes, or drops (negative)."""
         before = self.parts
         self._unpack(grown)
         rest = parts.rest or before.rest if parts.form.whole else {}
@@ -149,7 +147,7 @@ class Holding:
         return before
 
     def _unpack(self, grown: Callable[[int], None]) -> None:
-        """The original class again, without the matrix."""
+        """Restore the original class, without the matrix."""
         if dense := dense_bytes(self.module):
             grown(-dense)
         for name in self.parts.matrix:
@@ -163,21 +161,21 @@ class Holding:
         vars(self.module).update(attributes)
 
     def original(self, arrays: Mapping[str, mx.array], form: Form = ORIGINAL) -> Parts:
-        """The parts of the original. arrays: by name in the store, each of its stored shape, such
-        as (rows, columns), in the dtype of the device. form: mapped or not."""
+        """The parts of the original. arrays: by name in the store, in their stored shapes, such as
+        (rows, columns), in the dtype of the device. form: mapped or not."""
         matrix = {"weight": arrays[self.weight.name]} if self.weight is not None else {}
         return Parts(form, matrix, self._rest_of(arrays), self.owner)
 
     def packed(self, rows: Rows, form: Form, arrays: Mapping[str, mx.array]) -> Parts:
         """The parts of a packed form. rows: (rows, columns * bits / 32) uint32, and scales in the
-        dtype of the device. arrays: with the rest, where that is not in the tree."""
+        dtype of the device. arrays: includes the rest, if that is not in the tree."""
         kind = packed_class(self._class, self._attributes, rows, form, self.columns)
         return Parts(form, rows._asdict(), self._rest_of(arrays), GEARS, kind)
 
     def in_slots(self, form: Form, rows: Sequence[int]) -> Parts:
-        """The parts of so many slots, in which some of the experts lie that are on the device,
-        evaluated. rows: of the stacks there are now, whole ones or slots, by their new slot; what
-        is in the slots after them is nothing of use."""
+        """The parts of form.slots slots, with some of the experts on the device in them, evaluated.
+        rows: of the current stacks, which are whole or slots, by new slot; the slots after them are
+        empty."""
         arrays = {str(t.key): self.parts.rest[t.name] for t in self.rest if self.parts.rest}
         chosen, spare = mx.array(list(rows), mx.uint32), form.slots - len(rows)
         matrix = {}
@@ -192,7 +190,7 @@ class Holding:
 
 
 def _remove(tensor: Tensor) -> None:
-    """Takes a parameter out of the tree. A list keeps its length."""
+    """Remove a parameter from the tree. A list keeps its length."""
     if isinstance(tensor.container, list):
         tensor.container[int(tensor.key)] = None
     else:
@@ -200,8 +198,8 @@ def _remove(tensor: Tensor) -> None:
 
 
 def holdings_of(store: Store) -> list[Holding]:
-    """The modules of a store's model, by layer, in the order of the store within one; one that
-    hangs in two places of the tree is one. Their parameters are taken out of the tree."""
+    """The modules of a store's model, by layer, in the store's order within one; a module shared by
+    two places of the tree is one holding. Their parameters are removed from the tree."""
     found: dict[int, Holding] = {}
     slots: dict[tuple[int, str | int], tuple[Holding, Tensor]] = {}
     for name in sorted(
@@ -218,8 +216,8 @@ def holdings_of(store: Store) -> list[Holding]:
 
 
 def kept_narrow(store: Store, holdings: Iterable[Holding], types: Loading) -> frozenset[str]:
-    """Has products meet 16-bit parameters as they are stored: their names. Not those that the
-    architecture itself reads, which would have to be widened again and again."""
+    """Keep 16-bit parameters as they are stored, where matmuls can use them: returns their names.
+    Not those that the architecture itself reads, which would be widened again and again."""
     wide = types.cast
     elsewhere = read_elsewhere(store.model) if types.narrow else None
     if elsewhere is None or wide is None:
@@ -229,16 +227,16 @@ def kept_narrow(store: Store, holdings: Iterable[Holding], types: Loading) -> fr
 
 
 def activation_bits(model: nn.Module, exact: bool) -> int:
-    """Of activations that packed weights meet, see kernels.h. exact: float32. Where a token goes to
-    few of many experts more than elsewhere: a choice between two that are nearly as good falls
-    otherwise by what is little, and then all that follows is another."""
+    """Bits of the activations that packed weights are multiplied by, see kernels.h. exact: float32.
+    A model with experts has more than others: between two experts of nearly equal score, a small
+    error flips the choice, and everything after it differs."""
     if exact:
         return WIDE
     return DIGITS if any(map(holds_experts, model.modules())) else PAIRS
 
 
 class LoadedSizes:
-    """Bytes of modules, by path, as they are loaded. dtype_of: of a parameter on the device."""
+    """Bytes of modules, by path, once loaded. dtype_of: the dtype of a parameter on the device."""
 
     def __init__(
         self, store: Store, modules: Mapping[str, Holding], dtype_of: Callable[[str], mx.Dtype]
@@ -248,14 +246,14 @@ class LoadedSizes:
         self._dtype_of = dtype_of
 
     def matrix_bytes(self, path: str) -> int:
-        """Of a module's matrix; 0 where it has none."""
+        """Of a module's matrix; 0 if it has none."""
         weight = self._modules[path].weight
         return 0 if weight is None else self._bytes(weight.name)
 
     def packed_bytes(self, path: str, bits: int) -> int:
-        """Of a module's matrix in so many bits, with its scales."""
+        """Of a module's matrix packed to that many bits, with its scales."""
         holding = self._modules[path]
-        assert holding.weight is not None  # whoever asks has seen it
+        assert holding.weight is not None  # the caller has checked
         item = self._dtype_of(holding.weight.name).size
         rows = self.matrix_bytes(path) // (item * holding.columns)
         return rows * row_bytes(bits, holding.columns, item)
@@ -275,7 +273,7 @@ class LoadedSizes:
 
 
 def _place_of(model: nn.Module, name: str) -> tuple[str, nn.Module, Tensor]:
-    """The innermost module that a parameter belongs to, with its path, and where it hangs."""
+    """The innermost module that contains a parameter, with its path, and the parameter's place."""
     node: Any = model
     module, count = model, 0
     words = name.split(".")

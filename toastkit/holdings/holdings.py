@@ -1,11 +1,11 @@
-"""What of a model's weights is on the device, and in which form: one account, one budget, one lock.
+"""Which of a model's weights the device holds, and in which form: one ledger, one budget, one lock.
 
     holdings = Holdings(store, types, ledger)
     holdings.change({"model.layers.3.mlp.up_proj": packed(4), "model.layers.8.mlp.up_proj": ABSENT})
 
-Policies decide forms; here they come about. A change reads, makes, hangs into the tree and enters
-into the ledger what is wanted, or fails and leaves everything as it was. What it takes out of use
-is kept within a budget, and what was not in use for longest goes first.
+Policies decide forms; this module applies them. A change is atomic: it reads or makes the arrays
+that are wanted, attaches them to the module tree and enters them in the ledger, or fails and leaves
+everything as it was. Forms that it replaces are cached within a budget, evicted LRU first.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ if TYPE_CHECKING:
     from toastkit.holdings.expert_slots import ExpertSlots
 
 Key = tuple[Holding, Form]
-LITTLE_BYTES, FEW_TENSORS = 64 << 20, 512  # that MLX reads quicker
+LITTLE_BYTES, FEW_TENSORS = 64 << 20, 512  # up to which MLX reads faster
 
 
 class _Kept(NamedTuple):
-    """parts: on the device and not in use. change: the number of the change that set them aside."""
+    """Cached parts: on the device, not in use. change: the number of the change that put them
+    aside."""
 
     parts: Parts
     change: int
@@ -56,13 +57,13 @@ class _Kept(NamedTuple):
 class Holdings:
     """The weights of one model.
 
-    store: opened, with the architecture in it; it stays open. types: what weights are loaded for.
-    ledger: is told of every byte; its lock is held during a change.
-    budget: bytes that forms not in use may keep on the device; None for all that is packed, and no
-    originals. notify: is told a line when weights seem to have been quantised before.
+    store: opened, with the architecture; stays open. types: the dtypes that weights are loaded in.
+    ledger: accounts for every byte; its lock is held during a change. budget: bytes on the device
+    for cached forms, which are not in use; None for all packed ones and no originals. notify:
+    called with a warning if weights seem to have been quantised before.
 
-    modules: by path, by layer. counts: products of packed modules by the way they are computed.
-    loaded: what modules take.
+    modules: by path, in layer order. counts: matmuls of packed modules, by path taken. loaded:
+    sizes of modules on the device.
     """
 
     def __init__(
@@ -89,16 +90,16 @@ class Holdings:
         narrow = kept_narrow(store, self.modules.values(), types)
         self._weights = Weights(store, types.cast, narrow, notify)
         self.loaded = LoadedSizes(store, self.modules, self._weights.loaded_dtype)
-        self._kept: dict[Key, _Kept] = {}  # the longest unused first
-        self._coming: dict[Key, Parts] = {}
+        self._kept: dict[Key, _Kept] = {}  # least recently used first
+        self._coming: dict[Key, Parts] = {}  # prepared for a change that is expected
         self._changes = 0
         ledger.measure(READING, lambda: store.reader.held_bytes)
         self._freed = False
         self.streams = Streams(self, self._weights)
 
     def new_caches(self) -> list[Any]:
-        """Empty caches, one a layer, of the classes that the architecture wants. Raises UsageError
-        where keys and values are to be kept otherwise than these can."""
+        """Empty caches, one per layer, of the architecture's own classes. Raises UsageError if
+        these cannot keep keys and values in the dtype that is asked for."""
         from mlx_lm.models.cache import make_prompt_cache
 
         caches, types = make_prompt_cache(self.store.model), self.types
@@ -111,7 +112,7 @@ class Holdings:
 
     @cached_property
     def slots(self) -> ExpertSlots:
-        """Slots of experts, made when they are first asked for: few models have any."""
+        """The expert slots, made on first use: few models have any."""
         from toastkit.holdings.expert_slots import ExpertSlots
 
         return ExpertSlots(self, self._weights)
@@ -120,7 +121,7 @@ class Holdings:
 
     @property
     def has_slots(self) -> bool:
-        """Whether somebody has asked for slots."""
+        """True once `slots` has been used."""
         return "slots" in vars(self)
 
     def counted_experts(self) -> dict[str, int] | None:
@@ -128,22 +129,22 @@ class Holdings:
         return self.slots.counted() if self.has_slots else None
 
     def loaded_dtype(self, name: str) -> mx.Dtype:
-        """Of a parameter on the device."""
+        """The dtype of a parameter on the device."""
         return self._weights.loaded_dtype(name)
 
     def kept(self, path: str) -> list[Form]:
-        """Forms in which a module is kept beside the one in use, the longest unused first."""
+        """The cached forms of a module, other than the one in use, least recently used first."""
         return [form for holding, form in self._kept if holding.path == path]
 
     @property
     def reads_in_passes(self) -> bool:
-        """Whether a pass of the model reads weights: layers are streamed, or experts fetched."""
+        """True if a pass reads weights: layers are streamed, or experts fetched."""
         return bool(self.streams.layers or self.has_slots and self.slots.reads)
 
     def matrix_bytes(self, paths: Iterable[str]) -> int:
-        """Bytes on the device of some modules' matrices, in all forms, in use or not."""
+        """Bytes on the device of some modules' matrices, in all forms, used, cached or prepared."""
         wanted = {self.modules[path] for path in paths}
-        # Copies: another thread may ask while forms change.
+        # Lists, as another thread may call this while forms change.
         others = [(h, k.parts) for (h, _), k in list(self._kept.items())]
         others += [(h, parts) for (h, _), parts in list(self._coming.items())]
         return sum(holding.matrix_bytes for holding in wanted) + sum(
@@ -152,8 +153,8 @@ class Holdings:
 
     @contextmanager
     def shapes_only(self) -> Iterator[None]:
-        """While all modules hold arrays of the right shapes and dtypes that nobody has computed, so
-        that a pass can be built, and not evaluated. For a model of which nothing is loaded."""
+        """Context in which all modules hold unevaluated arrays of the right shapes and dtypes, so
+        that a pass can be built, but not evaluated. For a model of which nothing is loaded."""
         for holding in self.modules.values():
             arrays = {
                 name: mx.zeros(self.store.shape(name), self.loaded_dtype(name))
@@ -170,11 +171,11 @@ class Holdings:
     # ----------------------------------------------------------------------------------- changes
 
     def change(self, wanted: Mapping[str, Form]) -> int | None:
-        """Gives modules, by path, the forms that are wanted of them.
+        """Give modules, by path, the wanted forms.
 
-        Returns how many had to be read or made, None where all had their forms already. Raises
-        DataError, IOFailure, NoInputError; every module is then in the form that it was in. Where
-        nothing but a number of slots is another one, what is in them is not read again.
+        Returns how many had to be read or made, None if all had their forms already. Raises
+        DataError, IOFailure, NoInputError; every module then keeps its form. If only the number of
+        slots changes, their experts are not read again.
         """
         with self.ledger.lock:
             moves = [(h, form) for p, form in wanted.items() if (h := self.modules[p]).form != form]
@@ -194,13 +195,12 @@ class Holdings:
             self._shrink()
             if self._freed:
                 self._freed = False
-                mx.clear_cache()  # or MLX would keep the memory for itself
+                mx.clear_cache()  # or MLX's allocator would keep the memory
             return sum(1 for holding, form in made if form.whole)
 
     def prepare(self, wanted: Mapping[str, Form], share: float = 1.0) -> None:
-        """Begins with what a change to these forms will need: originals are read ahead, of packed
-        ones a share is made. Does nothing where there would be no room to keep them. What was
-        prepared for another change is let go."""
+        """Prepare a change to these forms: read originals ahead, and make a share of the packed
+        forms, unless they exceed the budget. Drops what was prepared for another change."""
         with self.ledger.lock:
             moves = [
                 (h, form)
@@ -220,13 +220,13 @@ class Holdings:
                 self._coming.update(self._all_made(missing[: math.ceil(len(moves) * share)]))
 
     def _ready(self, moves: list[Key]) -> dict[Key, Parts]:
-        """What need not be made, because it is kept or was prepared."""
+        """The moves whose parts are cached or prepared."""
         kept = {key: self._kept[key].parts for key in moves if key in self._kept}
         return {**kept, **{key: self._coming[key] for key in moves if key in self._coming}}
 
     def _all_made(self, moves: list[Key]) -> dict[Key, Parts]:
-        """Modules in other forms, read or made, and in the ledger; layer after layer, and while one
-        is made the next is read. Nothing stays of what was made when one fails."""
+        """Read or make modules in other forms, and enter them in the ledger; layer by layer, the
+        next being read while one is made. If one fails, nothing of this is kept."""
         made: dict[Key, Parts] = {}
         self._weights.sample([h for h, form in moves if form.kind == "packed"])
         with self._weights.whole() if self._is_quickest_whole(moves) else nullcontext():
@@ -243,10 +243,10 @@ class Holdings:
         return made
 
     def _is_quickest_whole(self, moves: Sequence[Key]) -> bool:
-        """Whether MLX's own reading is the quicker: of a whole model, when it is loaded, and of
-        originals that are little, in a model of few tensors; else only what is wanted is read. What
-        lies expert by expert it reads, and then copies out of that. It knows no large pages, onto
-        which the reader of a native model reads in less time than it takes without."""
+        """True if loading the whole file by MLX is faster than reading the wanted tensors: for a
+        whole model at its start, and for small originals in a model of few tensors. MLX reads files
+        that are stored expert by expert and then copies out of them; and it has no large pages,
+        which make the reader of a native model faster."""
         if not moves or any(form != ORIGINAL for _, form in moves):
             return False
         large_pages = self.store.reader.make_memory is not None
@@ -261,8 +261,8 @@ class Holdings:
         )
 
     def _requested(self, moves: list[Key]) -> Iterator[Reading]:
-        """What is being read for moves, by layer: each begun before the one before it is taken.
-        Originals that are little are read in one go: to wait for each layer takes longer."""
+        """The readings for moves, by layer: each is requested before the previous one is taken.
+        Small originals are one reading: waiting for each layer takes longer."""
         layers = [list(some) for _, some in groupby(moves, lambda move: move[0].layer)]
         if moves and all(f.kind == "original" for _, f in moves) and self._is_little(moves):
             layers = [moves]
@@ -281,15 +281,15 @@ class Holdings:
                 begun.cancel()
 
     def _original(self, holding: Holding) -> mx.array | None:
-        """The matrix of a module, (..., columns), where it is on the device."""
+        """A module's original matrix, (..., columns), if it is on the device."""
         kept = self._kept.get((holding, ORIGINAL))
         if holding.form in (ORIGINAL, MAPPED):
             return holding.parts.matrix.get("weight")
         return None if kept is None else kept.parts.matrix.get("weight")
 
     def _put(self, key: Key, parts: Parts) -> None:
-        """Hangs a module's new form into the tree, and sets the old one aside; what is away or in
-        slots keeps nothing."""
+        """Attach a module's new form to the tree, and cache the old one; a module that is away or
+        in slots caches none."""
         holding, form = key
         self._kept.pop(key, None)
         self._coming.pop(key, None)
@@ -302,17 +302,16 @@ class Holdings:
             self._kept[holding, before.form] = _Kept(before.with_rest({}), self._changes)
 
     def _replace(self, holding: Holding, parts: Parts) -> None:
-        """Has parts that were made of those there are take their place."""
+        """Replace a module's parts by others that were made from them."""
         self._enter(holding, parts)
         self._put((holding, parts.form), parts)
 
     def _grown(self, count: int) -> None:
-        """A dequantised copy was made, or dropped."""
+        """Account for a dequantised copy that was made, or dropped (negative)."""
         self.ledger.add(GEARS, count)
 
     def _settle(self, parts: Parts) -> None:
-        """Onto large pages, where products are native: memory that had been something else's before
-        has small ones."""
+        """Move native modules' arrays onto large pages: reused memory may have small ones."""
         library = in_use() if self.types.native and not parts.form.mapped else None
         if library is not None:
             for array in (*parts.matrix.values(), *parts.rest.values()):
@@ -323,21 +322,20 @@ class Holdings:
         self.ledger.add(holding.owner, sign * parts.rest_bytes)
 
     def _let_go(self, holding: Holding, parts: Parts) -> None:
-        """Leaves, and nothing of ours will use the memory again: MLX is to give it back."""
+        """Take parts out of the ledger, and have MLX return their memory to the system."""
         self._freed = True
         self._enter(holding, parts, -1)
 
     def _drop_coming(self, keep: Iterable[Key] = ()) -> None:
-        """Lets go what was prepared, for nothing."""
+        """Drop prepared parts that are not needed."""
         for holding, form in set(self._coming).difference(keep):
             self._let_go(holding, self._coming.pop((holding, form)))
 
-    # ------------------------------------------------------------------------- layers that pass by
+    # ---------------------------------------------------------------------------- streamed layers
 
     def bring(self, reading: Reading) -> None:
-        """Hangs what is being read into the tree, for as long as its layer runs. Raises as
-        `change`."""
-        # Not evaluated, which would wait for what is being computed meanwhile.
+        """Attach a reading's arrays to the tree, while their layer runs. Raises as `change`."""
+        # Lazy: evaluating would wait for what is being computed meanwhile.
         made = self._weights.finish(reading, lazy=True)
         with self.ledger.lock:
             for (holding, _), parts in zip(reading.moves, made):
@@ -345,24 +343,24 @@ class Holdings:
                 holding.hang(parts, self.counts, self._grown)
 
     def drop(self, forms: Iterable[Key]) -> None:
-        """Takes it out again; the modules have the streamed forms that they had."""
+        """Detach a layer's arrays again; the modules return to their streamed forms."""
         with self.ledger.lock:
             for holding, form in forms:
                 away = Parts(form, {}, {}, holding.owner)
                 before = holding.hang(away, self.counts, self._grown)
-                self._enter(holding, before, -1)  # and its memory is read into again
+                self._enter(holding, before, -1)  # its memory is not freed: it is read into again
 
     # -------------------------------------------------------------------------------- the budget
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of what is kept beside the forms in use."""
+        """Bytes of the cached forms."""
         return sum(kept.parts.matrix_bytes for kept in self._kept.values())
 
     def _shrink(self) -> None:
-        """Lets go, down to the budget: what was just set aside if it is too large by itself, then
-        what was not in use for longest; what was set aside together goes together."""
-        gone = (MAPPED, ORIGINAL) if self.budget is None else (MAPPED,)  # mapped, it costs nothing
+        """Evict cached forms down to the budget: those of the last change if they alone exceed it,
+        then the least recently used; those of one change go together."""
+        gone = (MAPPED, ORIGINAL) if self.budget is None else (MAPPED,)  # mapping again is free
         self._drop([key for key in self._kept if key[1] in gone])
         if self.budget is not None:
             last = [k for k, kept in self._kept.items() if kept.change == self._changes]
@@ -377,7 +375,7 @@ class Holdings:
             self._let_go(key[0], self._kept.pop(key).parts)
 
     def close(self) -> None:
-        """Lets the checkpoint go; what is on the device stays usable."""
+        """Close the checkpoint; what is on the device stays usable."""
         self.streams.forget_ahead()
         if self.has_slots:
             self.slots.forget_ahead()

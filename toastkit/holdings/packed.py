@@ -1,10 +1,10 @@
-"""What a module becomes while its weights are packed: two ways to multiply (paper 003, section 7).
+"""Modules with packed weights: two ways to multiply (paper 003, section 7).
 
-Fused: MLX multiplies packed numbers by their scales as it goes (`mx.quantized_matmul`, and
-`mx.gather_qmm` for experts), reading a quarter of the bytes. Dequantised: the weight is computed
-once and multiplied as ever, which holds it twice; for a module whose rows MLX has no groups for,
-and wherever it is asked for. MLX's kernels take any number of rows, and on the CPU are no slower
-than its dense product for 64 of them, so a pass over many tokens is fused too.
+Fused: MLX's quantised matmul (`mx.quantized_matmul`, and `mx.gather_qmm` for experts) applies the
+scales as it goes, reading a quarter of the bytes. Dequantised: the dense weight is computed once
+and multiplied as usual, which holds it twice; for modules whose rows fit no group size of MLX, and
+on request. MLX's kernels take any number of rows, and on the CPU are no slower than its dense
+matmul for 64 of them, so prefill is fused too.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from toastkit.store.precision import Rows, dequantise_rows, group_size_of
 
 
 def fused_is_exact(dtype: mx.Dtype) -> bool:
-    """Whether MLX's quantised matmul adds up in float32 for activations of that dtype. On the CPU
-    it adds 16-bit ones up in 16 bits, which is off by a tenth over 2,048 columns."""
+    """True if MLX's quantised matmul accumulates in float32 for activations of that dtype. On the
+    CPU it accumulates 16-bit ones in 16 bits, which is off by a tenth over 2,048 columns."""
     return dtype == mx.float32 or mx.default_device() != mx.Device(mx.cpu)
 
 
 @dataclass
 class PathCounts:
-    """Products by the way they were computed, as their graphs were built."""
+    """Matmuls of packed modules, counted as graphs are built: fused, or from a dequantised copy
+    that was there (hit) or had to be made (miss)."""
 
     fused: int = 0
     hit: int = 0
@@ -43,18 +44,18 @@ class PathCounts:
 
 
 class Kind(NamedTuple):
-    """cls: that a module takes on. attributes: all that is in its __dict__ then."""
+    """What a module is turned into. cls: its class. attributes: the whole of its __dict__."""
 
     cls: type
     attributes: dict[str, Any]
 
 
 class _Packed:
-    """What a packed module does in addition to the class whose product it computes.
+    """Mixin for the class of a packed module.
 
-    packed_bits: of a weight. _columns: of the original. _fused: whether the class below reads
-    packed numbers. _original: class and attributes of the original. _counts: shared by all of a
-    model. _grown: is told the bytes of the dequantised copy.
+    packed_bits: of a weight. _columns: of the original. _fused: true if the base class multiplies
+    packed weights. _original: class and attributes of the original. _dense: the dequantised copy,
+    or None. _counts: shared by all modules of a model. _grown: called with the bytes of the copy.
     """
 
     packed_bits: int
@@ -79,15 +80,15 @@ class _Packed:
         return self._dense(*args, **rest)
 
     def operand(self) -> Operand | None:
-        """As native.modules has it: none while the dequantised copy is what is multiplied."""
+        """See native.modules; None if the dequantised copy is multiplied."""
         return super().operand() if self._fused else None  # type: ignore[misc]
 
     def was_used(self) -> None:
-        """As native.operands has it: the operand was multiplied with."""
+        """See native.operands: the operand was used in a matmul."""
         self._counts.fused += 1
 
     def _dequantised(self) -> nn.Module:
-        """The original with the weight that the numbers stand for, in the activations' dtype."""
+        """The original module with the dequantised weight, in the activations' dtype."""
         own: Any = self
         rows = Rows(*(own[name] for name in Rows._fields))
         weight = dequantise_rows(rows, self.packed_bits, self._columns)
@@ -97,13 +98,13 @@ class _Packed:
 
 
 def _activations(attributes: Mapping[str, Any], rows: Rows) -> mx.Dtype:
-    """The dtype that a packed matrix is multiplied in: that of its scales, unless native products
-    meet these in 16 bits. attributes: of the original."""
+    """The dtype of the activations of a packed matrix: that of its scales, unless native matmuls
+    keep these in 16 bits. attributes: of the original."""
     return attributes.get("_wide") or rows.scales.dtype
 
 
 def _bare(kind: Kind, parameters: Mapping[str, Any]) -> Any:
-    """A module of a class with these attributes and parameters."""
+    """A module of that class, attributes and parameters, without running __init__."""
     module: Any = nn.Module.__new__(kind.cls)
     vars(module).update(kind.attributes)
     dict.update(module, parameters)
@@ -113,16 +114,16 @@ def _bare(kind: Kind, parameters: Mapping[str, Any]) -> Any:
 def packed_class(
     cls: type, attributes: Mapping[str, Any], rows: Rows, form: Form, columns: int
 ) -> Kind:
-    """What a module becomes in a packed form.
+    """The class and attributes of a module in a packed form.
 
-    cls, attributes: of the original, a class with `to_quantized`. rows: as quantise_rows gives
-    them, padded where columns, the original's, are no multiple of 32.
+    cls, attributes: of the original, a class with `to_quantized`. rows: from quantise_rows, padded
+    if columns, the original's, is no multiple of 32.
     """
     fits = rows.weight.shape[-1] * 32 // form.bits == columns
     fused = fits and form.fused and fused_is_exact(_activations(attributes, rows))
     base = original = Kind(cls, dict(attributes))
     if fused:
-        # Never evaluated: only the class and its settings are wanted.
+        # Never evaluated: only its class and settings are used.
         shape = (*rows.weight.shape[:-1], columns)
         made = _bare(original, {"weight": mx.zeros(shape)}).to_quantized(
             group_size=group_size_of(columns), bits=form.bits
@@ -145,7 +146,7 @@ def dense_bytes(module: Any) -> int:
 
 
 def drop_dense(module: Any) -> None:
-    """Lets go a module's dequantised copy, which is of numbers that have changed."""
+    """Drop a module's dequantised copy, as its packed weights have changed."""
     if count := dense_bytes(module):
         vars(module)["_dense"] = None
         module._grown(-count)

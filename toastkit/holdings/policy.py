@@ -1,4 +1,4 @@
-"""What a policy is: it decides, before each pass of the model, which module has which form."""
+"""The base class of policies, which decide before each pass which module has which form."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class Wish(NamedTuple):
-    """What is known of the pass that comes. gear: low, mid or high, where somebody chose one.
-    expected: the gear that is coming after it, perhaps. prompt: it reads a prompt."""
+    """What is known of the next pass. gear: low, mid or high, if one was chosen. expected: the gear
+    that may follow it. prompt: it is prefill."""
 
     gear: str | None = None
     expected: str | None = None
@@ -25,16 +25,15 @@ PROMPT = Wish(prompt=True)
 
 
 class Policy:
-    """Decides forms, and nothing else; `Holdings` makes them come about, `Engine` asks. This one
-    decides nothing: what a policy has no use for it leaves as it is here.
+    """Decides forms, and nothing else: `Engine` asks it, and `Holdings` applies them. This base
+    class decides nothing; a policy overrides what it needs.
 
-    name: of its report. variant: what it does to the results, in a word that can be part of a
-    directory's name. paths: of the modules that it decides about; policies that decide about the
-    same ones are asked in their order, each what becomes of the form that the one before wants.
-    changes_forms: whether the forms that it wants are now these, now those, so that passes of two
-    kinds in turn cost something. steps_together: whether several states may take a step in one
-    pass. tells_steps: whether a prompt's last token is to be a step, because it is to the policy
-    another thing than a prompt.
+    name: of its report. variant: a word for its effect on the results, usable in a directory's
+    name. paths: of the modules that it decides about; policies that share modules are asked in
+    order, each given the form that the previous one wants. changes_forms: true if its forms vary,
+    so that alternating passes of two kinds cost something. steps_together: true if several states
+    may take a step in one pass. tells_steps: true if the last token of a prompt is to be a step,
+    because the policy distinguishes steps from prefill.
     """
 
     name: str
@@ -45,54 +44,54 @@ class Policy:
     tells_steps = True
 
     def attach(self, holdings: Holdings) -> None:
-        """Takes on a model. Raises UsageError where there is nothing to decide."""
+        """Attach to a model. Raises UsageError if the policy does not apply to it."""
 
     def decide(self, wish: Wish) -> bool:
-        """Whether the pass that comes is to find other forms than the last one. Asked before each
-        pass: what is no matter of forms, such as how many experts run, is settled here too."""
+        """True if the next pass needs other forms than the last. Called before each pass: settings
+        other than forms, such as how many experts run, are applied here too."""
         return False
 
     def form(self, path: str, form: Form) -> Form:
-        """The form of a module in that pass. form: what it would be without this policy."""
+        """The form of a module in the next pass. form: what it would be without this policy."""
         return form
 
     def changed(self, seconds: float, made: int) -> None:
-        """The forms have come about; so many modules had to be read or made."""
+        """Called when the forms have been applied. made: modules that had to be read or made."""
 
     def failed(self) -> None:
-        """The forms have not come about: those before are still there."""
+        """Called when the forms could not be applied: the previous ones are still in place."""
 
     def expect(self, wish: Wish) -> Mapping[str, Form]:
-        """The forms that may be wanted soon, to prepare; empty where none are."""
+        """The forms that may be wanted soon, to prepare; empty for none."""
         return {}
 
     def memory_warning(self) -> None:
-        """Memory is short: what can be given up leaves before the next pass. May be called by a
-        signal's handler, or another thread."""
+        """Called when memory is short: give up what can be given up before the next pass. May be
+        called from a signal handler, or another thread."""
 
     def begin_run(self) -> None:
-        """Counts from here on."""
+        """Reset the counts of `run_report`."""
 
     def count_step(self) -> None:
-        """A step is being run in the forms as they are."""
+        """Called for each step, in the current forms."""
 
     def run_report(self) -> dict[str, Any]:
-        """Of the run since `begin_run`."""
+        """A report of the run since `begin_run`."""
         return {}
 
     def report(self) -> dict[str, Any]:
-        """Of all runs so far, for a daemon's status."""
+        """A report of all runs so far, for a daemon's status."""
         return {}
 
 
 def warn_of_memory(policies: Sequence[Policy]) -> None:
-    """Has all of them give up what they can. For a signal's handler, too."""
+    """Warn all policies that memory is short. Safe in a signal handler."""
     for policy in policies:
         policy.memory_warning()
 
 
 def decided(forms: dict[str, Form], policies: Sequence[Policy]) -> dict[str, Form]:
-    """What becomes of the forms of modules, by path, when policies are asked in their order."""
+    """The forms of modules, by path, after policies have been asked in order. Updates `forms`."""
     for policy in policies:
         forms.update({p: policy.form(p, forms[p]) for p in policy.paths if p in forms})
     return forms

@@ -1,5 +1,5 @@
-"""How many layers to read ahead, as a rule over seconds: what `streams` does, and what
-`residency.predict` plays through. Imports no MLX."""
+"""How many layers to read ahead, from measured seconds: used by `streams`, and simulated by
+`residency.predict`. Imports no MLX."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ MOST_AHEAD = 4  # layers, where memory allows
 
 
 def layers_ahead(read: float, computes: Sequence[float], gap: float) -> int:
-    """One, where reading is much the faster by layer. Else it must not pause: as many as can be
-    read in the longest time in which none is asked for. Layers that stay run with the streamed one
-    after them, which makes that one long, and says nothing of the others.
+    """How many layers to read ahead: one if reading a layer is much faster than computing it. Else
+    reading must not pause: as many as can be read in the longest time in which none is requested.
+    Resident layers run with the streamed one after them, so that its time is long, which says
+    nothing about the others.
 
-    read: seconds of a layer's reading. computes: seconds of each streamed layer. gap: seconds in
-    which none of them runs.
+    read: seconds to read a layer. computes: seconds of each streamed layer. gap: seconds in which
+    none of them runs.
     """
-    from statistics import median  # where layers are streamed: its import takes 3 ms
+    from statistics import median  # here, as the import takes 3 ms
 
-    if 2 * read <= median(computes):  # where they are alike now one is late and now the other
+    if 2 * read <= median(computes):  # if they are nearly equal, either may be the slower
         return 1
     return 1 + math.ceil(max(gap, *computes) / read)

@@ -1,9 +1,9 @@
-"""Layers that are brought before they run and dropped after it (paper 001, algorithm 1), the next
-ones being read meanwhile.
+"""Layer streaming: layers are loaded before they run and dropped afterwards (paper 001, algorithm
+1), while the next ones are read ahead.
 
-A streamed layer changes its class and not its identity, like every module that changes its form: a
-layer that stays is the architecture's own, and costs nothing. What a layer computes is evaluated
-before its weights go, so that the memory they were in can be read into again.
+A streamed layer changes its class, never its identity, like every module that changes its form; a
+resident layer keeps the architecture's class, and costs nothing. A layer's output is evaluated
+before its weights are dropped, so that their memory can be read into again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class StreamTimes:
-    """Of the streamed layers, since the beginning. layers: run. wait, compute: seconds, until a
-    layer was there and while it ran. by_layer: the last seconds of computing, by its index. gap:
-    the longest time, in seconds, between two of them in the last pass."""
+    """Totals of the streamed layers. layers: how many ran. wait, compute: seconds waiting for
+    layers, and running them. by_layer: seconds of each layer's last run, by index. gap: the longest
+    time, in seconds, between two of them in the last pass."""
 
     layers: int = 0
     wait: float = 0.0
@@ -43,16 +43,16 @@ class StreamTimes:
 
 
 class Streams:
-    """The streamed layers of a model. layers: their indices, ascending. spare_bytes: that may be
-    used to read more than one layer ahead; None for as many as it takes. most_ahead: layers; with 0
-    each is read when it is to run. watch: is told of each layer that is to run, False, and of each
-    that has, True; what it raises ends the pass. Used by one thread at a time: the one that
-    computes."""
+    """The streamed layers of a model. layers: their indices, ascending. spare_bytes: memory for
+    reading more than one layer ahead; None for unlimited. most_ahead: the most layers to read
+    ahead; with 0 each is read when it is to run. watch(index, ran): called before each layer with
+    False, and after it with True; an exception ends the pass. Used by one thread at a time: the one
+    that computes."""
 
     def __init__(self, holdings: Holdings, weights: Weights):
         self._holdings, self._weights = holdings, weights
         self._modules: Sequence[nn.Module] = holdings.store.model.layers
-        self._own: dict[int, type] = {}  # the classes that they had, by layer
+        self._own: dict[int, type] = {}  # the original classes, by layer
         self._parts: dict[int, list[Holding]] = {}
         self._readings: dict[int, Reading] = {}
         self._left: float | None = None  # when the last one was dropped
@@ -65,7 +65,7 @@ class Streams:
         self.times = StreamTimes()
 
     def follow(self) -> None:
-        """Takes note of which modules are streamed now, and in which form."""
+        """Update the streamed layers after a change of forms."""
         parts: dict[int, list[Holding]] = {}
         for holding in self._holdings.modules.values():
             if holding.form.streamed and holding.layer is not None:
@@ -97,9 +97,9 @@ class Streams:
 
     @contextmanager
     def present(self, index: int) -> Iterator[None]:
-        """While a layer is on the device, to run. What it computes is to be evaluated before this
-        is left. Raises DataError, IOFailure, NoInputError; after the last one for files, too, that
-        are no longer those that were opened."""
+        """Context in which a layer is on the device, to run. Its output has to be evaluated before
+        this is left. Raises DataError, IOFailure, NoInputError; after the last layer also if the
+        files have changed since they were opened."""
         self.watch(index, False)
         forms = [(holding, holding.form) for holding in self._parts[index]]
         start = self._now_after_gap()
@@ -118,7 +118,7 @@ class Streams:
         self.watch(index, True)
 
     def _bring(self, index: int) -> Reading:
-        """What was read ahead; where that failed it is tried again now that somebody waits."""
+        """Load a layer, from its read-ahead if there is one; if that failed, read it again."""
         reading = self._readings.pop(index, None)
         if reading is not None:
             with suppress(ToastError):
@@ -139,16 +139,16 @@ class Streams:
         times.layers, times.wait = times.layers + 1, times.wait + wait
         times.compute += compute
         times.by_layer[index] = compute
-        if index == self.layers[-1]:  # the pass is over, as far as these go
+        if index == self.layers[-1]:  # the last streamed layer of the pass
             times.gap, self._gap = self._gap, 0.0
-            self._weights.check_files()  # before anybody sees what came of it
+            self._weights.check_files()  # before the result of the pass is used
 
     # -------------------------------------------------------------------------------- reading ahead
 
     def _read_ahead(self, index: int, reading: Reading, running: bool = False) -> None:
-        """Begins to read the layers that come after one, round to the first of the next pass.
-        reading: of that layer. running: it is about to run, so that they are read meanwhile; else
-        it has run, and one more is read into its memory."""
+        """Start reading the layers after one, wrapping round to the first of the next pass.
+        reading: that layer's. running: it is about to run, while the others are read; else it has
+        run, and one more layer is read into its memory."""
         count = self.depth(reading.nbytes)
         if not running and count:
             count += 1
@@ -163,22 +163,22 @@ class Streams:
                 self._readings[following] = self._weights.request(moves, priority=AHEAD)
 
     def depth(self, size: int) -> int:
-        """How many layers to read ahead, as far as memory goes. size: of a layer, in bytes."""
+        """How many layers to read ahead, within memory. size: of a layer, in bytes."""
         reader, times = self._holdings.store.reader, self.times
-        seconds = reader.busy_seconds * size / max(reader.device_bytes, 1)  # of a layer's reading
+        seconds = reader.busy_seconds * size / max(reader.device_bytes, 1)  # to read a layer
         computes = [times.by_layer[i] for i in self.layers if i in times.by_layer]
         wanted = layers_ahead(seconds, computes, times.gap) if computes else 1
         return min(wanted, self.allowed_ahead, len(self.layers))
 
     @property
     def allowed_ahead(self) -> int:
-        """Layers that may be read ahead, by number and by memory."""
+        """The most layers that may be read ahead, by `most_ahead` and by memory."""
         if self.spare_bytes is None:
             return self.most_ahead
         return min(self.most_ahead, 1 + self.spare_bytes // max(1, self._largest))
 
     def settle(self) -> None:
-        """Waits for what is being read ahead, and lets it go; its memory is used again."""
+        """Wait for layers that are being read ahead, and drop them; their memory is reused."""
         for reading in self._readings.values():
             with suppress(ToastError):
                 reading.wait()
@@ -186,7 +186,7 @@ class Streams:
         self._readings.clear()
 
     def forget_ahead(self) -> None:
-        """Lets go what was read ahead, and the memory for more of it."""
+        """Cancel the layers read ahead, and free the memory for reading ahead."""
         for reading in self._readings.values():
             reading.cancel()
         self._readings.clear()
@@ -194,23 +194,23 @@ class Streams:
 
 
 class _Streamed:
-    """What a streamed layer does in addition to the class whose layer it is."""
+    """Mixin for the class of a streamed layer: loads it, runs it and drops it."""
 
     _streams: Streams
     _index: int
 
     def __call__(self, *args: Any, **rest: Any) -> Any:
-        mx.async_eval(arrays_in(args, rest))  # layers that stay run while this one is waited for
+        mx.async_eval(arrays_in(args, rest))  # resident layers before it run while it is waited for
         with self._streams.present(self._index):
             out = super().__call__(*args, **rest)  # type: ignore[misc]
-            # A cache may hold what the result does not hang on, such as a convolution's last rows.
+            # A cache may hold what the output does not depend on: a convolution's last rows, say.
             mx.eval(arrays_in(out, args, rest))
         return out
 
 
 def arrays_in(*values: Any) -> list[mx.array]:
-    """The arrays, (...) of any dtype, in what a layer was given or has made: in lists,
-    dictionaries, caches and other objects, however deep."""
+    """The arrays, (...) of any dtype, in a layer's arguments or results: in lists, dictionaries,
+    caches and other objects, however deep."""
     found: dict[int, mx.array] = {}
     seen: set[int] = set()
     rest = list(values)
