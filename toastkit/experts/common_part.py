@@ -1,18 +1,17 @@
-"""What two passes of one step have in common, whatever their K: all that comes before the first
-router. The pass that is run again (paper 002, algorithm 1) need not compute it again.
+"""The common part of two passes of one step, whatever their K: everything before the first router.
+A step that falls back to the big model (paper 002, algorithm 1) need not compute it again.
 
-While a pass is recorded, modules note what they return; while one is replayed they return that in
-place of computing it, and their caches are put where the first pass left them. What they are:
+While a pass is recorded, modules keep what they return; while it is replayed, they return that
+instead of computing it, and their caches are moved to where the first pass left them. These are:
 
   - the layers before that of the first MoE block, whole;
   - in that layer, what returns before the block is called: attention, a recurrence;
-  - of its layer and of the block, what is called with nothing but the array that the block was
-    called with: shared experts.
+  - in that layer and the block, what is called with the block's input alone: shared experts.
 
-Only what is made of several modules is worth it: taking note of a norm, or of a router's matrix, in
-every step takes longer than computing it once more in some; and only while steps fall back often. A
-module is computed again that is called twice in a pass, or with anything but arrays, plain values
-and caches of its own. So an architecture that is built otherwise is right, and no faster.
+Only modules with children are worth it: recording a norm, or a router's matrix, in every step takes
+longer than computing it again in some; and only while steps fall back often. A module is computed
+again if it is called twice in a pass, or with anything but arrays, plain values and caches of its
+own. So an architecture that is built otherwise is right, only no faster.
 """
 
 from __future__ import annotations
@@ -31,33 +30,33 @@ from toastkit.holdings.derived import derived
 from toastkit.holdings.layer_slots import is_switch
 from toastkit.holdings.streams import Streams
 
-# Share of steps that fall back from which on taking note pays (benchmarks/experts_shared.py), and
-# the weight of the last step in it: what is measured is the last thirty or so.
+# Fallback ratio from which on recording pays (benchmarks/experts_shared.py), and the weight of the
+# last step in its moving average, which covers the last thirty or so.
 PAYS, SMOOTHING = 0.25, 1 / 16
 PLAIN = (mx.array, bool, int, float, str, type(None))
 
 
 class _Call(NamedTuple):
-    """What a module returned, and the caches that it was called with."""
+    """A module's result, and the caches that it was called with."""
 
     out: Any
     caches: list[Any]
 
 
 class Kept:
-    """What a pass computed before its first router; nothing, before it was recorded.
+    """A recording of what a pass computed before its first router; empty to begin with.
 
-    forward: by the id of a cache in `caches`, what puts it where that pass left it, once it was
-    rolled back: for who rolls back to say, before a pass is replayed.
+    forward: by id of each cache in `caches`, a function that moves it, once rolled back, to where
+    the recorded pass left it. Set by the code that rolls back, before a replay.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """A pass begins: what came of another is forgotten."""
-        self._calls: dict[int, _Call | None] = {}  # by the module's id; None for one not kept
-        self._writers: dict[int, int] = {}  # ids of modules, by those of the caches they were given
+        """Start recording a pass; drops an earlier recording."""
+        self._calls: dict[int, _Call | None] = {}  # by the module's id; None if not kept
+        self._writers: dict[int, int] = {}  # cache id -> id of the module that it was passed to
         self.forward: dict[int, Callable[[], None]] = {}
 
     def __bool__(self) -> bool:
@@ -65,11 +64,11 @@ class Kept:
 
     @property
     def caches(self) -> list[Any]:
-        """Of the calls that are kept. Those that are made of several are there part by part."""
+        """The caches of the kept calls; composite caches part by part."""
         return [cache for call in self._calls.values() if call for cache in call.caches]
 
     def add(self, module: nn.Module, call: _Call, keeps: bool) -> None:
-        """A module was called. keeps: the call may be kept, as far as it is known by itself."""
+        """Record a call of a module. keeps: by itself, the call may be kept."""
         keys = {self._writers.setdefault(id(cache), id(module)) for cache in call.caches}
         if id(module) in self._calls or keys - {id(module)}:
             self._calls.update(dict.fromkeys((id(module), *keys)))
@@ -77,11 +76,11 @@ class Kept:
             self._calls[id(module)] = call if keeps else None
 
     def evaluate(self) -> None:
-        """Has nothing wait to be computed of caches that are about to be rolled back."""
+        """Evaluate the kept results, before the caches that they depend on are rolled back."""
         mx.eval([call.out for call in self._calls.values() if call])
 
     def of(self, module: nn.Module, caches: Sequence[Any]) -> _Call | None:
-        """A module's call, with these caches; None where it is to be computed."""
+        """A module's recorded call, with these caches; None if it has to be computed."""
         call = self._calls.get(id(module))
         return call if call and all(id(cache) in self.forward for cache in caches) else None
 
@@ -90,8 +89,8 @@ NOTHING = Kept()
 
 
 class CommonPart:
-    """Of a model. blocks: its MoE blocks, by layer. Layers that come and go have their own ways:
-    where there is one among those in question, nothing is kept."""
+    """Records and replays the common part of a model's passes. blocks: its MoE blocks, by layer.
+    Nothing is kept if one of the layers concerned is streamed."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[MoEBlock], streams: Streams):
         self._streams, self._last = streams, blocks[0].layer
@@ -100,27 +99,26 @@ class CommonPart:
             vars(module)["_common"] = self
         self._kept = NOTHING
         self._replays = self._reached = False
-        self._seen: Any = None  # what the first router's block was called with
-        self._used = 1.0  # share of steps of which what is kept was of use, or would have been
+        self._seen: Any = None  # the input of the first router's block
+        self._used = 1.0  # moving average of the steps for which a recording was or would be used
 
     def note(self, used: bool) -> None:
-        """A step has run: whether what was kept of it was of use, or would have been."""
+        """Count a step. used: its recording was used, or would have been."""
         self._used += SMOOTHING * (used - self._used)
 
     def nothing_kept(self) -> Kept:
-        """What is kept of a pass before it was recorded."""
+        """An empty recording."""
         return Kept()
 
     def recorded(self, kept: Kept) -> AbstractContextManager[None]:
-        """Passes that are built meanwhile are kept, the last one of them; where that pays."""
+        """Context in which passes are recorded, if that pays; the last one stays in `kept`."""
         come_and_go = self._streams.layers and self._streams.layers[0] <= self._last
         if come_and_go or self._used < PAYS:
             return nullcontext()
         return self._taking_part(kept, replays=False)
 
     def replayed(self, kept: Kept) -> AbstractContextManager[None]:
-        """Passes that are built meanwhile, from caches that were rolled back, do not compute what
-        is kept."""
+        """Context in which a pass, from caches that were rolled back, replays what is kept."""
         return self._taking_part(kept, replays=True) if kept else nullcontext()
 
     @contextmanager
@@ -137,17 +135,17 @@ class CommonPart:
             self._kept, self._seen = NOTHING, None
 
     def begin(self) -> None:
-        """The model is called."""
+        """Called when the model is called."""
         self._reached, self._seen = False, None
         if not self._replays:
             self._kept.begin()
 
     def reach(self, args: tuple) -> None:
-        """The first router's block is called."""
+        """Called when the first router's block is called."""
         self._reached, self._seen = True, args[0] if args else None
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple, rest: dict) -> Any:
-        """A module is called: what it returns, or has returned."""
+        """Call a module, recording it, or replay its recorded call."""
         caches = _caches((*args, *rest.values()) if rest else args)
         if self._replays:
             kept = None if caches is None else self._kept.of(module, caches)
@@ -164,7 +162,7 @@ class CommonPart:
 
 
 class _Pass:
-    """What a model does in addition to its architecture's own."""
+    """Mixin for the class of the model."""
 
     _common: CommonPart
 
@@ -174,7 +172,7 @@ class _Pass:
 
 
 class _First:
-    """What the first router's block does."""
+    """Mixin for the class of the first router's block."""
 
     _common: CommonPart
 
@@ -184,7 +182,7 @@ class _First:
 
 
 class _Part:
-    """What a module does whose calls may be kept."""
+    """Mixin for the class of a module whose calls may be kept."""
 
     _common: CommonPart
 
@@ -193,12 +191,12 @@ class _Part:
 
 
 def _classes(model: nn.Module, block: MoEBlock) -> list[tuple[nn.Module, type]]:
-    """The modules that take part, and what they do in addition. None, where that cannot be said:
-    the block is not in its layer, or its router is not to be told apart."""
+    """The modules that take part, with their mixins. Empty if the block is not in its layer, or its
+    router cannot be told apart."""
     layer = model.layers[block.layer]
     if all(module is not block.module for _, module in layer.named_modules()):
         return []
-    # A router that holds K by itself depends on it.
+    # A router that holds K depends on it.
     router = getattr(block.module, block.k_name.partition(".")[0], None)
     first = router if layer is block.module else block.module
     if not isinstance(first, nn.Module):
@@ -211,19 +209,19 @@ def _classes(model: nn.Module, block: MoEBlock) -> list[tuple[nn.Module, type]]:
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
-    """Those that hang in a module itself, or in lists of it, and have some of their own."""
+    """A module's direct children, also those in lists, that have children themselves."""
     found: Any = tree_flatten(module.children(), is_leaf=nn.Module.is_module)
     return [child for _, child in found if child.children()]
 
 
 def _set_class(module: nn.Module, cls: type) -> None:
-    # By object's way: a Module's own looks for a parameter of the name, which takes its time.
+    # nn.Module's __setattr__ would look for a parameter of that name, which is slow.
     object.__setattr__(module, "__class__", cls)
 
 
 def _caches(values: Sequence[Any]) -> list[Any] | None:
-    """The caches among what a module was called with, part by part; None where it was given
-    something whose changes nobody would see."""
+    """The caches among a module's arguments, part by part; None if there is an object among them
+    whose changes would go unnoticed."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, PLAIN):
@@ -241,12 +239,12 @@ def _caches(values: Sequence[Any]) -> list[Any] | None:
 
 
 def _is_plain(out: Any) -> bool:
-    """Whether it is arrays and plain values, in tuples or by itself."""
+    """True for arrays and plain values, and tuples of them."""
     return all(map(_is_plain, out)) if isinstance(out, tuple) else isinstance(out, PLAIN)
 
 
 def _copied(out: Any) -> Any:
-    """The same, in arrays of its own, as objects: `x[...] = y` changes the object."""
+    """A copy with array objects of its own, as `x[...] = y` changes the object."""
     if isinstance(out, tuple):
         values = [_copied(value) for value in out]
         return type(out)(*values) if hasattr(out, "_fields") else tuple(values)

@@ -1,4 +1,4 @@
-"""How many experts a token goes to, as plain data: what flags are parsed into."""
+"""Big and little experts, as plain data: what the flags are parsed into."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ GAMMA = 0.7  # of the paper, for all models and tasks (section V)
 
 
 class LittleK(NamedTuple):
-    """A number of experts, or a share in per cent of those that the model goes to by itself."""
+    """A number of experts per token, or a percentage of the model's own K."""
 
     amount: float
     percent: bool = False
 
     def __str__(self) -> str:
-        """As the flag has it."""
+        """As the flag is written."""
         return exact_number(self.amount) + "%" * self.percent
 
     def of(self, own_k: int) -> int:
-        """The K that this is, where the model's own is `own_k`: a share is rounded up, and 1 at
-        least."""
+        """The K of a model whose own is `own_k`: a percentage is rounded up, to 1 at least."""
         if not self.percent:
             return int(self.amount)
         return max(1, min(own_k, -int(-own_k * self.amount // 100)))
@@ -37,9 +36,9 @@ HALF = LittleK(50, True)  # of the paper (section III)
 @dataclass(frozen=True)
 class ExpertsOptions:
     """Which model runs a step (paper 002, section III): big is the checkpoint as it is, little the
-    same with fewer experts a token, mobile the little one where it is confident and the big one
-    where it is not. gamma: the confidence above which the little model's step is kept. little_k:
-    its experts; None for half, rounded up. prompt: which model reads the prompt.
+    same with fewer experts per token, mobile the little one if it is confident and the big one
+    otherwise. gamma: the confidence above which the little model's step is kept. little_k: its K;
+    None for half, rounded up. prompt: which model runs prefill.
     """
 
     mode: str = "big"
@@ -60,17 +59,16 @@ class ExpertsOptions:
 
     @property
     def runs_little(self) -> bool:
-        """Whether a pass may have fewer experts than the checkpoint has it."""
+        """True if a pass may use fewer experts than the checkpoint's own K."""
         return self.mode != "big" or self.prompt == "little"
 
     @property
     def threshold(self) -> float | None:
-        """The confidence above which a little step is kept, None where none is looked at."""
+        """The confidence above which a little step is kept; None outside mobile mode."""
         return self.gamma if self.mode == "mobile" else None
 
     def little_of(self, own_k: int) -> int:
-        """Experts of the little model where the big one's K is that. Raises UsageError for more
-        than it has."""
+        """The little model's K, given the big one's. Raises UsageError if it is larger."""
         little = (self.little_k or HALF).of(own_k)
         if little > own_k:
             raise UsageError(f"--little-k {little} is more than the model's K of {own_k}")
@@ -78,8 +76,8 @@ class ExpertsOptions:
 
     @property
     def setting(self) -> str:
-        """All that stands after --experts on the command line, defaults left out: two that are the
-        same say the same."""
+        """The options as after --experts on the command line, without defaults: equal options give
+        equal text."""
         said = f"mobile:{exact_number(self.gamma)}" if self.mode == "mobile" else self.mode
         if self.runs_little and self.little_k is not None:
             said += f" --little-k {self.little_k}"

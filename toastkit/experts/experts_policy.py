@@ -1,8 +1,8 @@
-"""Big and little experts: which K the passes of a model have (paper 002, section III).
+"""Big and little experts: the K of each pass (paper 002, section III).
 
-Both models are one: the little one sends each token to fewer of the same experts, so there is
-nothing to load for it and nothing to hold beside the big one. What is done where the little one is
-not confident is for engine.big_little, which can take a state back.
+Both are one model: the little one sends each token to fewer of the same experts, so nothing is
+loaded or held for it in addition. The fallback, if the little one is not confident, is in
+engine.big_little, which can roll a state back.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from toastkit.text.exact_numbers import exact_number
 
 
 class ExpertsPolicy(Policy):
-    """Sets K for each pass: for a prompt as `options.prompt` says, else the little one or, with
+    """Sets K for each pass: for prefill as `options.prompt` says, else the little one or, with
     "big", the checkpoint's own. See holdings.policy.Policy; it moves no weights.
 
-    k, little_k: experts that a token goes to in the big and in the little model; where layers
-    differ, in those with the most. steps, fallbacks: of all runs. A step that the big model did
-    again is one step and one fallback. common: what both passes of such a step have in common,
-    which is kept of the first.
+    k, little_k: experts per token in the big and the little model; if layers differ, in those with
+    the most. steps, fallbacks: of all runs; a step that the big model ran again is one step and one
+    fallback. common: the common part of both passes of such a step.
     """
 
     name = "experts"
@@ -39,13 +38,13 @@ class ExpertsPolicy(Policy):
         self.blocks: list[MoEBlock] = []
         self.k = self.little_k = 0
         self.steps = self.fallbacks = 0
-        self._little = False  # in force
+        self._little = False  # the blocks have the little K now
         self.times = PassTimes()
         self._before = (0, 0)
 
     def attach(self, holdings: Holdings) -> None:
-        """Finds the MoE blocks. Raises UsageError for a model without any, or with routers that are
-        not known, and for a little K over its own."""
+        """Find the MoE blocks. Raises UsageError for a model without any, with unknown routers, or
+        if the little K is larger than its own."""
         self.blocks = moe_blocks(holdings.store)
         self._holdings, self._slots = holdings, holdings.slots
         self.common = CommonPart(holdings.store.model, self.blocks, holdings.streams)
@@ -53,7 +52,7 @@ class ExpertsPolicy(Policy):
             self._slots.foresight.watch()
         self.k = max(block.own_k for block in self.blocks)
         self.little_k = self.options.little_of(self.k)
-        if self.options.runs_little:  # or it is the model as it is
+        if self.options.runs_little:  # otherwise the results are the checkpoint's
             mode, gamma = self.options.mode, self.options.threshold
             tried = "" if gamma is None else f"-{exact_number(gamma)}"
             self.variant = f"{mode}{tried}-{self.little_k}of{self.k}-{self.options.prompt}"
@@ -61,17 +60,16 @@ class ExpertsPolicy(Policy):
     # ------------------------------------------------------------------------------------ deciding
 
     def decide(self, wish: Wish) -> bool:
-        """Sets K for the pass that comes. False: the weights stay where they are."""
+        """Set K for the next pass. Returns False, as no forms change."""
         mode = self.options.prompt if wish.prompt else self.options.mode
         self._set(mode != "big")
         return False
 
     @contextmanager
     def again(self, rows: Sequence[int] | None = None) -> Iterator[None]:
-        """A step that was just run and taken back is run by the big model meanwhile; rows: of a
-        batch, None for all. Where experts are in slots, those are read ahead that the routers of
-        all layers name, asked with its K about what they saw: among them those that the little
-        model wanted (section III-B)."""
+        """Context in which the big model runs a step again that was just rolled back. rows: of a
+        batch, None for all. With expert slots, the choices of all layers' routers for their last
+        inputs, with the big K, are prefetched: they include the little model's (section III-B)."""
         before = self._little
         self._set(False)
         try:
@@ -90,8 +88,8 @@ class ExpertsPolicy(Policy):
         self._little = little
 
     def _little_of(self, block: MoEBlock) -> int:
-        """A share is one of the block's own K; a number goes for all, as far as they have as
-        many."""
+        """The little K of a block: a percentage is of the block's own K; a number is the same for
+        all, up to their own."""
         chosen = self.options.little_k
         if chosen is None or chosen.percent:
             return self.options.little_of(block.own_k)
@@ -99,33 +97,33 @@ class ExpertsPolicy(Policy):
 
     @property
     def k_now(self) -> int:
-        """K of the pass that comes."""
+        """The K of the next pass."""
         return self.little_k if self._little else self.k
 
     @property
     def waits(self) -> bool:
-        """Whether the host waits for the layers of a pass, which read what they run with."""
+        """True if the host waits for a pass's layers, which read weights as they run."""
         return self._holdings.reads_in_passes
 
     # ------------------------------------------------------------------------------------ counting
 
     def begin_run(self) -> None:
-        """Counts from here on."""
+        """Reset the counts of `run_report`."""
         self._before = (self.steps, self.fallbacks)
         self.times.begin_run()
 
     def count_step(self) -> None:
-        """A step is being run."""
+        """Count a step."""
         self.steps += 1
 
     def run_report(self) -> dict[str, Any]:
-        """Of the run since `begin_run`, see `_counted`."""
+        """A report of the run since `begin_run`, see `_counted`."""
         steps, fallbacks = self._before
         counts = self.steps - steps, self.fallbacks - fallbacks
         return self._counted(*counts, self.times.means())
 
     def report(self) -> dict[str, Any]:
-        """Of all runs, with the setting."""
+        """A report of all runs, with the setting."""
         setting = {"setting": self.options.setting}
         means = self.times.means(run=False)
         return {**setting, **self._counted(self.steps, self.fallbacks, means)}
@@ -133,8 +131,8 @@ class ExpertsPolicy(Policy):
     def _counted(
         self, steps: int, fallbacks: int, means: dict[str, float | None]
     ) -> dict[str, Any]:
-        """The mode with gamma, where it counts; both K; what `with_steps` has of the steps. Of
-        MoBiLE the mean seconds of its passes too."""
+        """Mode, gamma if it applies, both K, and the steps as in `with_steps`; for MoBiLE also the
+        mean seconds of its passes."""
         report: dict[str, Any] = {
             "mode": self.options.mode, "gamma": self.options.threshold, "k": self.k,
             "little_k": self.little_k,

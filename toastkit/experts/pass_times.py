@@ -1,9 +1,9 @@
-"""What MoBiLE gains: seconds of its passes, and the estimate of paper 002 (equation 1) from them.
+"""The speedup of MoBiLE: seconds of its passes, and the estimate of paper 002 (equation 1).
 
-T, a step of the whole model, is not run beside a little one. It is known of the last token of each
-prompt that the whole model reads, which is such a step with the same flags. Where nothing is read
-in a pass, one that is done again counts as any other of the whole model; it takes a little less, as
-what both passes have in common is kept.
+T, a step of the whole model, is not run next to a little one. It is measured on the last token of
+each prompt that the whole model reads, which is such a step with the same flags. If passes read no
+weights, a fallback counts as a step of the whole model; it is slightly faster, as the common part
+of both passes is kept.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ KINDS = ("whole", "little", "again")  # T, T_l and T_b of the paper
 
 
 def estimated_speedup(whole: float, little: float, again: float, ratio: float) -> float:
-    """Equation 1: how many times as fast as the whole model alone. whole, little, again: T, T_l and
-    T_b, seconds. ratio: r, of steps that fall back, 0..1."""
+    """Equation 1: speedup over the whole model alone. whole, little, again: T, T_l and T_b, in
+    seconds. ratio: r, the share of steps that fall back, 0..1."""
     return whole / (little + ratio * again)
 
 
 class PassTimes:
     """Seconds of passes over one token, by kind: of the whole model, of the little one, and of the
-    whole one where it does a step again. And of a `step`, by the wall: what is done between two of
-    a run is counted in."""
+    whole one running a step again. And of a `step`, wall time: including what is done between two
+    steps of a run."""
 
     def __init__(self) -> None:
         self._sums = dict.fromkeys(("step", *KINDS), (0, 0.0))
@@ -31,13 +31,13 @@ class PassTimes:
         self._last: float | None = None  # when a step of this run ended
 
     def begin_run(self) -> None:
-        """Counts from here on, but for the whole model's passes: these are of all so far."""
+        """Reset the run's counts, except those of the whole model's passes, which accumulate."""
         self._before = {**self._sums, "whole": (0, 0.0)}
         self._last = None
 
     def add(self, kind: str, start: float, end: float, before: float = 0.0) -> None:
-        """A pass of a kind, by time.perf_counter(). before: seconds of it that were spent
-        earlier."""
+        """Add a pass of a kind. start, end: of time.perf_counter(). before: seconds of it that were
+        spent earlier."""
         self._count(kind, 1, end - start + before)
         if kind != "whole":
             since = start if self._last is None else self._last
@@ -45,7 +45,8 @@ class PassTimes:
             self._last = end
 
     def leave_out(self) -> None:
-        """What runs now is not timed, a step of a batch say: the next one begins by itself."""
+        """Skip what runs now, such as a step of a batch: the next step's wall time starts with
+        itself."""
         self._last = None
 
     def _count(self, kind: str, passes: int, more: float) -> None:
@@ -53,7 +54,7 @@ class PassTimes:
         self._sums[kind] = count + passes, seconds + more
 
     def means(self, run: bool = True) -> dict[str, float | None]:
-        """By kind, None where there were none: of the run, or of all so far."""
+        """Mean seconds by kind, None without passes: of the run, or of all so far."""
         found: dict[str, float | None] = {}
         for kind, sums in self._sums.items():
             counts = zip(sums, self._before[kind] if run else (0, 0.0))
@@ -63,9 +64,8 @@ class PassTimes:
 
 
 def with_steps(report: Mapping[str, Any], steps: int, fallbacks: int) -> dict[str, Any]:
-    """A report of experts with so many steps, of which the whole model did some again: their ratio,
-    None without steps, and, where it has seconds, what equation 1 says of that, None where not all
-    is known that it takes."""
+    """A report of experts with its steps, its fallbacks and their ratio, None without steps; and,
+    if it has seconds, the estimate of equation 1, None if one of its inputs is unknown."""
     ratio = round(fallbacks / steps, 6) if steps else None
     counted = {**report, "steps": steps, "fallbacks": fallbacks, "ratio": ratio}
     if "seconds" in counted:

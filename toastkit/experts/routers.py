@@ -1,7 +1,7 @@
-"""How many experts a token goes to: where each architecture of mlx_lm keeps K. A name in `K_OF` for
-each; nothing else here knows a model.
+"""Experts per token: where each architecture of mlx_lm keeps K. `K_OF` has a name for each; nothing
+else in this package knows a model.
 
-K is set on the blocks of one model and nowhere else: two models in a process do not share it.
+K is set on the blocks of one model only: two models in a process do not share it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BLOCKS = {
     ),
     "args.num_experts_per_token": ("kimi_k3.KimiK3SparseMoE", "kimi_linear.KimiSparseMoE"),
     "k": ("ernie4_5_moe.Ernie4_5_MoeMLP",),
-    # Its router and its experts hang in the decoder layer itself.
+    # Its router and experts are attributes of the decoder layer itself.
     "router.config.top_k_experts": ("gemma4_text.DecoderLayer",),
 }  # fmt: skip
 K_OF = {name: k for k, names in _BLOCKS.items() for name in names}
@@ -51,8 +51,8 @@ K_OF = {name: k for k, names in _BLOCKS.items() for name in names}
 
 @dataclass(frozen=True, eq=False)
 class MoEBlock:
-    """One of a model. layer: the decoder layer that it is in. k_name: the attribute that holds K,
-    from the module. own_k: K as the checkpoint has it."""
+    """An MoE block of a model. layer: its decoder layer. k_name: the attribute that holds K,
+    relative to the module. own_k: the checkpoint's K."""
 
     layer: int
     module: Any
@@ -61,17 +61,17 @@ class MoEBlock:
 
     @property
     def k(self) -> int:
-        """Experts that a token goes to, at this moment."""
+        """The current number of experts per token."""
         return _attribute(self.module, self.k_name)
 
     def set_k(self, k: int) -> None:
-        """Has tokens go to so many experts from now on: of graphs that are built from now on."""
+        """Set the number of experts per token, for graphs built from now on."""
         *owners, name = self.k_name.split(".")
         owner = self.module
         for word in owners:
             part = getattr(owner, word)
             if not isinstance(part, nn.Module):
-                # Settings, which all layers share, and other models made of them.
+                # Settings, shared by all layers, and by other models that are made from them.
                 part = copy.copy(part)
                 setattr(owner, word, part)
             owner = part
@@ -80,7 +80,7 @@ class MoEBlock:
 
 def moe_blocks(store: Store) -> list[MoEBlock]:
     """The MoE blocks of a store's model, by layer. Raises UsageError for a model without any, and
-    for one whose router is not in the table, by its name."""
+    for one whose router is not in the table."""
     found: list[MoEBlock] = []
     covered: set[str] = set()
     modules = dict(store.model.named_modules())
@@ -104,13 +104,14 @@ def moe_blocks(store: Store) -> list[MoEBlock]:
 
 
 def k_name_of(module: Any) -> str | None:
-    """What the table has for a module. A class may have been changed for one derived from it."""
+    """The table's entry for a module, None without one. Base classes count: a module's class may
+    have been replaced by a derived one."""
     names = (f"{c.__module__.rpartition('.')[2]}.{c.__name__}" for c in type(module).__mro__)
     return next((K_OF[name] for name in names if name in K_OF), None)
 
 
 def _is_experts(module: Any) -> bool:
-    """Whether a module is the experts of a layer, or chooses among some of another kind."""
+    """True if a module is a layer's experts, or a sparse MoE block of an unknown kind."""
     return is_switch(module) or any(
         c.__name__.endswith("SparseMoeBlock") for c in type(module).__mro__
     )

@@ -1,4 +1,4 @@
-"""How many experts are to be on the device, as plain data: what flags are parsed into."""
+"""Expert slots, as plain data: what the flags are parsed into."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PREFETCHES = ("off", "auto", "1", "2", "3")
 
 @dataclass(frozen=True)
 class SlotOptions:
-    """kind: as many slots as memory allows, a number of them a layer, or as many as fit into bytes
-    for those of all layers together. amount: of the last two. prefetch: how many layers ahead
-    experts are read that the router would choose of what the layer before sees."""
+    """How many slots. kind: as many as memory allows, a number per layer, or as many as fit into
+    bytes for all layers together. amount: of the last two. prefetch: how many layers ahead routers
+    are asked, with the current layer's input, for experts to prefetch."""
 
     kind: str = "auto"
     amount: int = 0
@@ -29,13 +29,13 @@ class SlotOptions:
             raise UsageError(f"no such number of slots: {self.amount}")
 
     def __str__(self) -> str:
-        """As the flag has it."""
+        """As the flag is written."""
         if self.kind == "bytes":
             return exact_size(self.amount)
         return self.kind if self.kind == "auto" else str(self.amount)
 
     @property
     def setting(self) -> str:
-        """All that stands on the command line, defaults left out."""
+        """The options as on the command line, without defaults."""
         ahead = "" if self.prefetch == "off" else f" --expert-prefetch {self.prefetch}"
         return f"--expert-slots {self}{ahead}"

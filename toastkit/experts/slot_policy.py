@@ -1,9 +1,9 @@
-"""How many of each layer's experts are on the device: a policy over the holdings (paper 002,
-section II-B). The others stay in the file and are fetched when a token wants them.
+"""Expert slots: a policy that decides how many experts of each layer the device holds (paper 002,
+section II-B). The others stay in the file and are fetched on demand.
 
-It gives stacks of experts the form of slots, in whatever precision the policy before it wants: a
-slot of a low gear is a quarter as large, so that the same bytes hold more of them. With every
-expert in a slot of its own there is nothing to decide, and the stacks stay whole.
+It gives stacks of experts the form of slots, in the precision that earlier policies want: a slot in
+low gear is a quarter of the size, so that the same bytes hold more of them. If all experts fit, the
+stacks stay whole.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from toastkit.text.exact_numbers import counted
 
 
 class SlotPolicy(Policy):
-    """See holdings.policy.Policy. room(holdings): what slots can have, where the options do not
-    say. notify: is told a line where no expert can be fetched without all others of its layer."""
+    """See holdings.policy.Policy. room(holdings): the memory for slots, if the options do not say.
+    notify: called with a warning if fetching an expert takes reading all of its layer's."""
 
     name = "slots"
-    variant = ""  # the results are those of a model that is whole, to the bit
+    variant = ""  # the results are those of a wholly resident model, to the bit
     changes_forms = True
 
     def __init__(
@@ -39,7 +39,7 @@ class SlotPolicy(Policy):
         self._notify = notify
         self.paths: list[str] = []
         self._room_of = room
-        self._made: int | None = None  # the amount that the slots were made of
+        self._made: int | None = None  # the amount that the current slots were made for
         self._warned = False
         self._checks = Checks()
         self._pressures: dict[int, Pressure] = {}  # by bits
@@ -47,8 +47,8 @@ class SlotPolicy(Policy):
         self._before: dict[str, Any] = {}
 
     def attach(self, holdings: Holdings) -> None:
-        """Takes on a model. Raises UsageError for one without experts, and for fewer slots than a
-        token takes."""
+        """Attach to a model. Raises UsageError for one without experts, and for fewer slots than a
+        token chooses experts."""
         self._holdings = holdings
         self.sizes = SlotSizes(holdings)
         self.paths = list(self.sizes.of)
@@ -60,7 +60,7 @@ class SlotPolicy(Policy):
         if self.options.prefetch != "off":
             self._foresee()
         self.sizes.set_slots(self._count(0))
-        if self._room.with_layers:  # then those of which all experts are there are not ours
+        if self._room.with_layers:  # layers with all their experts are the residency policy's
             self.paths = [path for path in self.paths if holdings.modules[path].slots]
 
     def _foresee(self) -> None:
@@ -89,7 +89,7 @@ class SlotPolicy(Policy):
             )
 
     def _count(self, bits: int) -> int:
-        """Slots of a layer."""
+        """Slots per layer, in a gear of that many bits."""
         if self.options.kind == "slots":
             return max(self._amount, self.sizes.least)
         count = self.sizes.within(self._amount, bits)
@@ -99,10 +99,10 @@ class SlotPolicy(Policy):
     # ------------------------------------------------------------------------------------- deciding
 
     def decide(self, wish: Wish) -> bool:
-        """Whether there are to be other slots: when the model is loaded, and, where memory has the
-        word, as that comes and goes."""
+        """True if the number of slots changes: when the model is loaded, and, with "auto", as
+        memory comes and goes."""
         if self._made is None:
-            self._choose_cache()  # what is loaded is read so; where layers come and go they know
+            self._choose_cache()  # before loading; with streamed layers the other policy does too
             return True
         if self._warned:
             self._warned = False
@@ -113,30 +113,30 @@ class SlotPolicy(Policy):
         return self._amount != self._made
 
     def _follow(self, available: int) -> None:
-        """Slots for the memory that there is now, of which so much is free."""
+        """Adapt the slots to memory, of which that many bytes are available."""
         before, size = self._resident, self.sizes.slot_bytes(self._bits)
         count = self._pressure.update(available, before, self._room.size() // size)
         if count != before:
-            # The least is so in any gear.
+            # 0 for the least, which is the same in any gear.
             self._amount = count * size if count > self.sizes.least else 0
 
     @property
     def _resident(self) -> int:
-        """Slots of a layer that are in use."""
+        """Slots per layer in use, in the current gear."""
         return min(self._count(self._bits), self.sizes.experts)
 
     @property
     def _pressure(self) -> Pressure:
-        """The controller in this gear, whose slots are of another size than those of others. Once
-        there are slots they stay slots: a layer never has all of its experts again."""
+        """The controller of the current gear, as slots differ in size between gears. Once a layer
+        has slots it keeps them: it never has all of its experts again."""
         if self._bits not in self._pressures:
             most = max(self._resident, self.sizes.experts - 1)
             self._pressures[self._bits] = Pressure(most, self.sizes.least)
         return self._pressures[self._bits]
 
     def form(self, path: str, form: Form) -> Form:
-        """Slots of that form, or all of it. Where there are slots in the same gear, not all of it:
-        that would be read anew beside them."""
+        """The form with slots, or whole if all experts fit. If there are slots of the same gear it
+        is never whole: the stack would be read anew beside them."""
         self._bits = form.bits
         count, experts = self._count(form.bits), self.sizes.of[path].experts
         now = self._holdings.modules[path].form
@@ -145,7 +145,7 @@ class SlotPolicy(Policy):
         return form._replace(slots=count) if count < experts else form
 
     def changed(self, seconds: float, made: int) -> None:
-        """The slots are there: empty, or with what was in those before."""
+        """Called when the slots are there: empty, or with the experts kept from earlier ones."""
         if self._made is None:
             self._initial = self._slots
         self._made = self._amount
@@ -159,43 +159,44 @@ class SlotPolicy(Policy):
             self._notify = None
 
     def _choose_cache(self) -> None:
-        """As where layers come and go, see ResidencyPolicy: of the same reads, so that it makes no
-        difference who says it last."""
+        """Choose whether reads use the page cache, as in ResidencyPolicy: both look at the same
+        reads, so that it does not matter which of them is last."""
         self._holdings.store.keeps_cached = self._room.caches()
 
     def failed(self) -> None:
-        """The slots are as they were."""
+        """Called when the slots could not be changed: they are as before."""
         if self._made is not None:
             self._amount = self._made
 
     def memory_warning(self) -> None:
-        """Has all slots go but the least before the next pass."""
+        """Shed all slots but the least before the next pass."""
         self._warned = True
 
     # ------------------------------------------------------------------------------------- counting
 
     def begin_run(self) -> None:
-        """Counts from here on. What was too much in one run need not be in the next."""
+        """Reset the counts, and the pressure: what was too much in one run may not be in the
+        next."""
         self._before, self._initial = self._holdings.slots.counts.as_map(), self._slots
         self._pressures = {}
 
     def count_step(self) -> None:
-        """A step is being run."""
+        """Count a step."""
         self._checks.count_step()
 
     def run_report(self) -> dict[str, Any]:
-        """Of the run since `begin_run`: see `report`."""
+        """A report of the run since `begin_run`: see `report`."""
         now = self._holdings.slots.counts.as_map()
         return self._about({name: now[name] - self._before.get(name, 0) for name in now})
 
     def report(self) -> dict[str, Any]:
-        """Of all runs: slots of a layer, of how many experts, and how many slots it had when the
-        last run began; what SlotCounts has."""
+        """A report of all runs: slots per layer, of how many experts, and how many slots when the
+        last run began; and SlotCounts."""
         return self._about(self._holdings.slots.counts.as_map())
 
     @property
     def _slots(self) -> int:
-        """Of a layer, now."""
+        """Current slots per layer."""
         layers = self._holdings.slots.layers
         return max((layer.table.slots for layer in layers), default=self.sizes.experts)
 

@@ -1,4 +1,4 @@
-"""What slots take on the device, and how many fit: the same for a run and for its plan."""
+"""The sizes of expert slots on the device, and how many fit: for runs and for plans."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from toastkit.holdings.holdings import Holdings
 
 
 class Room(NamedTuple):
-    """What slots can have of the device's memory where the options do not say. size(): bytes, now.
-    available(): bytes that are free, None where nobody has to look: a budget says what there is.
-    with_layers: whether a layer that has all its experts may come and go with them. caches():
-    whether the system's cache of files can hold, now, what is read again and again."""
+    """The memory for slots, if the options do not say. size(): bytes, now. available(): bytes that
+    are free; None if there is a budget, so that nothing has to be watched. with_layers: true if a
+    layer with all its experts may be streamed together with them. caches(): true if the page cache
+    can now hold what is read repeatedly."""
 
     size: Callable[[], int]
     available: Callable[[], int] | None
@@ -26,9 +26,9 @@ class Room(NamedTuple):
 
 
 class SlotSizes:
-    """Of a model of which nothing is loaded. least: slots of a layer, as many as a token chooses
-    experts there. experts: of a layer; where layers differ, of the one with the most. Raises
-    UsageError for a model without experts."""
+    """Slot sizes of a model of which nothing is loaded. least: the fewest slots per layer, as many
+    as a token chooses experts. experts: per layer; if layers differ, of the one with the most.
+    Raises UsageError for a model without experts."""
 
     def __init__(self, holdings: Holdings):
         self._holdings = holdings
@@ -42,7 +42,7 @@ class SlotSizes:
         self.least = _chosen_experts(holdings)
 
     def slot_bytes(self, bits: int = 0) -> int:
-        """Bytes of one slot of every layer. bits: of a packed weight, 0 for originals."""
+        """Bytes of one slot in each layer, summed. bits: of a packed weight, 0 for originals."""
         return sum(self._stack_bytes(path, bits) // s.experts for path, s in self.of.items())
 
     def _stack_bytes(self, path: str, bits: int) -> int:
@@ -53,25 +53,24 @@ class SlotSizes:
         return size
 
     def within(self, size: int, bits: int = 0) -> int:
-        """Slots of a layer, where those of all layers together have so many bytes; the least where
-        that is not enough for it."""
+        """Slots per layer that fit into size bytes for all layers; at least `least`."""
         return max(self.least, size // self.slot_bytes(bits))
 
     def held(self, count: int, bits: int = 0) -> int:
-        """Bytes of so many slots in each layer; where a layer has no more experts, of them all."""
+        """Bytes of that many slots in each layer, or of all its experts if it has fewer."""
         return sum(
             self._stack_bytes(path, bits) // switch.experts * min(count, switch.experts)
             for path, switch in self.of.items()
         )
 
     def set_slots(self, count: int) -> None:
-        """Has the stacks known as slotted, or whole where there are as many slots as experts: sizes
-        of the model are then what they will be."""
+        """Mark the stacks as slotted, or whole if there are as many slots as experts, so that the
+        model's sizes are what they will be."""
         for path, switch in self.of.items():
             self._holdings.modules[path].slots = count if count < switch.experts else 0
 
     def plan(self, room: int) -> SlotPlan:
-        """What so many bytes for slots come to."""
+        """The plan for slots in room bytes."""
         count = min(self.within(room), self.experts)
         return SlotPlan(
             slots=count, experts=self.experts, chosen=self.least, layers=len(self.switches),
@@ -81,9 +80,9 @@ class SlotSizes:
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """slots: of a layer, of how many experts; a token chooses so many of them. layers: that have
-    experts. size: bytes of all slots on the device. miss: of an expert that is fetched, the mean
-    over layers. room: bytes that there were for slots."""
+    """slots, experts: per layer; chosen: experts per token. layers: that have experts. size: bytes
+    of all slots on the device. miss: bytes of a fetched expert, the mean over layers. room: bytes
+    available for slots."""
 
     slots: int
     experts: int
@@ -95,18 +94,18 @@ class SlotPlan:
 
     @property
     def token_misses(self) -> int:
-        """Bytes that a token fetches which finds none of its experts."""
+        """Bytes fetched by a token all of whose experts are misses."""
         return self.chosen * self.layers * self.miss
 
     @property
     def chunk_misses(self) -> int:
-        """Bytes that a chunk of a prompt fetches which wants all experts, and finds none."""
+        """Bytes fetched by a prefill chunk that needs all experts, if all are misses."""
         return self.experts * self.layers * self.miss
 
 
 def _chosen_experts(holdings: Holdings) -> int:
-    """How many experts a token chooses, in the layer where it chooses most. A pass over a token is
-    built and not computed, of a model of which nothing is loaded."""
+    """How many experts a token chooses, in the layer where it chooses most. Builds a pass over a
+    token without computing it; nothing of the model needs to be loaded."""
     found: list[int] = []
     classes: list[tuple[nn.Module, type]] = []
     model: Any = holdings.store.model
@@ -123,7 +122,7 @@ def _chosen_experts(holdings: Holdings) -> int:
 
 
 def _asking(base: type, found: list[int]) -> type:
-    """`base`, noting how many experts are chosen."""
+    """A subclass of base that records how many experts are chosen."""
 
     def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
         found.append(indices.shape[-1])
