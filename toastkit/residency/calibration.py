@@ -1,10 +1,10 @@
-"""What was measured of a model on a device, kept for others of the same shape:
+"""Measured times of a model on a device, cached for models of the same shape:
 
     $XDG_CACHE_HOME/toastkit/residency/KEY.json
 
-One JSON object: schema (3), what it was measured of, and the fields of Calibration. The key is a
-hash of what it was measured of. It is replaced as a whole. What is there and cannot be read, or is
-about something else, is as if nothing were there: to measure again costs seconds.
+One JSON object: schema (3), the subject that was measured, and the fields of Calibration. The key
+is a hash of the subject. The file is replaced as a whole. One that cannot be read, or is about
+something else, counts as missing: measuring again costs seconds.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def about(
     weights: Path,
     native: str | None = None,
 ) -> dict[str, Any]:
-    """What measured times are true of: device and threads, versions, the shape of a model, and the
-    file system that it lies on. device: "cpu" or "gpu". dtype: of activations. outside, layers:
-    bytes. weights: a file of them. native: how native products are computed, where they are."""
+    """The subject of measured times: device and threads, versions, the shape of a model, and its
+    file system. device: "cpu" or "gpu". dtype: of activations. outside, layers: bytes. weights: a
+    file of them. native: how native matmuls are computed, None without them."""
     from importlib.metadata import version
 
     import mlx.core as mx
@@ -67,13 +67,13 @@ def _processor() -> str:
 
 
 def path(of: dict[str, Any]) -> Path:
-    """Where what was measured is kept. of: see `about`."""
+    """The file of a subject's times. of: see `about`."""
     key = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:32]
     return Path(own_directory("CACHE", "residency", f"{key}.json"))
 
 
 def save(of: dict[str, Any], measured: Calibration) -> Path:
-    """Keeps what was measured in place of what was; returns the file. of: see `about`. Raises
+    """Store measured times, replacing earlier ones; returns the file. of: see `about`. Raises
     CannotCreateError, IOFailure."""
     from toastkit.private_files import keep_text
 
@@ -84,8 +84,7 @@ def save(of: dict[str, Any], measured: Calibration) -> Path:
 
 
 def load(of: dict[str, Any]) -> Calibration | None:
-    """What was measured; None where nothing was, or what is there is of no use. of: see
-    `about`."""
+    """Load measured times; None if there are none, or the file is of no use. of: see `about`."""
     from toastkit.private_files import read_file
 
     try:
@@ -104,7 +103,8 @@ def load(of: dict[str, Any]) -> Calibration | None:
 
 
 def _decode(fields: dict[str, Any], layers: int) -> Calibration:
-    """Raises TypeError, ValueError, KeyError, OverflowError for what `save` did not write."""
+    """Decode the fields. Raises TypeError, ValueError, KeyError, OverflowError for what `save` did
+    not write."""
     values: dict[str, Any] = {name: _seconds(fields.pop(name)) for name in NUMBERS}
     for name in LAYER_FIELDS:
         given = fields.pop(name)

@@ -1,8 +1,8 @@
-"""Where weights that stay lie: in their files, mapped, wherever products take them as they are
-stored. A policy over the holdings.
+"""Memory-mapped weights: a policy that maps originals from their files, if matmuls use them as they
+are stored.
 
-A mapped model is there at once, all processes have it in common, and its pages come as they are
-used. Products read it about as fast as memory of their own: see docs/decisions.md.
+A mapped model is there at once, is shared by all processes, and is paged in as it is used. Matmuls
+read it about as fast as memory of their own: see docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from toastkit.store.skeleton import holds_experts
 
 
 class MappingPolicy(Policy):
-    """Has originals lie in their files. See holdings.policy.Policy. For models of which nothing is
-    streamed and no expert in a slot: those are read, into memory that is used again. Where memory
-    is short the system takes mapped pages back by itself.
+    """Maps originals. See holdings.policy.Policy. For models without streamed layers and expert
+    slots, which are read into memory that is reused. If memory is short, the system drops mapped
+    pages by itself.
 
-    paths: of the modules that are mapped; none where products are not native, or the system will
-    not map a file.
+    paths: of the mapped modules; none if matmuls are not native, or the system will not map a file.
     """
 
     name = "mapping"
@@ -39,7 +38,7 @@ class MappingPolicy(Policy):
         self._loaded = False
 
     def attach(self, holdings: Holdings) -> None:
-        """Takes on a model: maps its files, and has the pages brought that every step reads."""
+        """Attach to a model: map its files, and read ahead the pages that every step uses."""
         self._holdings, self._store = holdings, holdings.store
         library = in_use() if holdings.types.native else None
         if library is None:
@@ -53,7 +52,7 @@ class MappingPolicy(Policy):
             self._store.mapping.read_ahead(self._places(_read_whole(fitting)))
 
     def _fits(self, holding: Holding) -> bool:
-        """Whether its matrix is on the device as it is stored."""
+        """True if its matrix is used on the device as it is stored."""
         name, store = max(holding.names, key=self._store.nbytes), self._store
         same = self._holdings.loaded_dtype(name) == store.dtype(name)
         return same and len(store.shape(name)) > 1 and store.can_map(name)
@@ -63,32 +62,32 @@ class MappingPolicy(Policy):
         return [place for name in names if (place := self._store.source(name)) is not None]
 
     def decide(self, wish: Wish) -> bool:
-        """Only to begin with. Raises DataError where a file was written to."""
+        """True for the first pass only. Raises DataError if a file was written to."""
         if self._store.mapping is not None:
             self._store.mapping.check()
         return not self._loaded
 
     def form(self, path: str, form: Form) -> Form:
-        """Mapped, if it is an original that stays."""
+        """Mapped, for a resident original."""
         return MAPPED if form == ORIGINAL else form
 
     def changed(self, seconds: float, made: int) -> None:
-        """The model is loaded."""
+        """Called when the model is loaded."""
         self._loaded = True
 
     def report(self) -> dict[str, Any]:
-        """Bytes of the modules that lie in their files now."""
+        """Bytes of the modules mapped now."""
         return {"mapped": mapped_bytes(self._holdings)}
 
 
 def mapped_bytes(holdings: Holdings) -> int:
-    """Bytes of the modules that lie in their files now."""
+    """Bytes of the modules mapped now."""
     mapped = [path for path, holding in holdings.modules.items() if holding.form.mapped]
     return sum(map(holdings.loaded.module_bytes, mapped))
 
 
 def _read_whole(fitting: Iterable[Holding]) -> Iterator[Holding]:
-    """Modules of which every step reads all: not experts, nor an embedding that is not the head
+    """Modules that every step reads whole: not experts, nor an embedding, unless it is the head
     too."""
     fitting = list(fitting)
     heads = any(h.layer is None and h.owner != EMBEDDING for h in fitting)

@@ -1,11 +1,11 @@
-"""How much memory there is, and how much of it can be had: the machine's, the cgroup's, and what
-the limits of this process leave (ulimit -v, -d), above which an allocation fails.
+"""Available memory: the machine's, the cgroup's, and what this process's limits (ulimit -v, -d)
+leave, above which an allocation fails.
 
-In a container, or under systemd with a limit, the machine's free memory says nothing: what a cgroup
-allows is spent long before, and then the kernel kills. Limits hold for a group with all below it,
-so that each ancestor of the own one counts. Cached files are counted as available, as the kernel
-does for the machine, except those that are mapped: libraries in use. Active ones too: whatever is
-read twice is active, and a model that has been read from a file is not a shortage of memory.
+In a container, or under systemd with a limit, the machine's free memory says nothing: the cgroup's
+limit is reached long before, and then the kernel kills. A limit holds for a group and all its
+descendants, so each ancestor of this process's group counts. The page cache counts as available, as
+the kernel counts it for the machine, except for mapped files: libraries in use. Its active pages
+count too: whatever is read twice is active, and a model that was read from a file is no shortage.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MOST_READ = 1 << 20  # bytes of a file of /proc or /sys
 # Where cgroups are mounted when nothing says so, by version.
 USUAL = {1: "/sys/fs/cgroup/memory", 2: "/sys/fs/cgroup"}
 # By version, a group's files of limits and of usage, and names in memory.stat. Above memory.high a
-# process is not killed, but slowed down until it is of no use: that is a limit too. The usage of
-# version 1 is of all below it: so are the statistics in total.
+# process is not killed, but throttled until it is of no use: that is a limit too. The usage of
+# version 1 includes descendants, so the total_ statistics go with it.
 FILES = {
     1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_", "total_mapped_file"),
     2: (("memory.max", "memory.high"), "memory.current", "", "file_mapped"),
@@ -27,8 +27,8 @@ FILES = {
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated now without swapping: what the machine has available, or what the
-    cgroups or this process's limits leave, whichever is less. A snapshot."""
+    """Bytes that can be allocated now without swapping: the least of what the machine has available
+    and what cgroups and this process's limits leave. A snapshot."""
     import psutil
 
     lefts = (left_by_cgroups(), left_by_limits())
@@ -37,9 +37,9 @@ def available_memory() -> int:
 
 
 def left_by_limits(root: Path = Path("/")) -> int | None:
-    """Bytes that RLIMIT_AS and RLIMIT_DATA leave this process, whichever is less: of addresses, and
-    of what is not shared. None where neither limits, or nothing can be read. root: below which
-    proc/self is."""
+    """Bytes that RLIMIT_AS (address space) and RLIMIT_DATA (private memory) leave this process, the
+    lesser of both. None if there is no limit, or nothing can be read. root: the directory that
+    contains proc/self."""
     import resource
 
     used = [page * resource.getpagesize() for page in _pages(root)]
@@ -52,10 +52,9 @@ def left_by_limits(root: Path = Path("/")) -> int | None:
 
 
 def left_by_cgroups(root: Path = Path("/")) -> int | None:
-    """Bytes that the memory cgroups of this process leave it, version 1 or 2: the least of the own
-    one and its ancestors. None where nothing limits, or nothing can be read. root: below which
-    proc/self and the mounted cgroups are. A file that is missing or malformed is one that says
-    nothing."""
+    """Bytes that this process's memory cgroups, version 1 or 2, leave it: the least over its group
+    and all ancestors. None if there is no limit, or nothing can be read. root: the directory that
+    contains proc/self and the mounted cgroups. Missing and malformed files are ignored."""
     lefts = []
     for version, folder in _groups(root):
         limit, used, reclaimable = _read(version, folder)
@@ -75,8 +74,8 @@ def _read(version: int, folder: Path) -> tuple[int | None, int | None, int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, Path]]:
-    """(version, folder) of the own memory cgroups and all their ancestors that can be seen. On a
-    machine with both versions one of them has no files about memory."""
+    """(version, folder) of this process's memory cgroups and all their visible ancestors. On a
+    machine with both versions, one of them has no memory files."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, colon, path = rest.partition(":")
@@ -94,13 +93,13 @@ def _groups(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _mounted(root: Path, version: int, path: PurePosixPath) -> tuple[str, PurePosixPath]:
-    """Where a cgroup's hierarchy is mounted, and the group's path below that. In a container the
-    mount may begin at the container's own group, or the group be out of sight: then what is mounted
-    is all that there is to read."""
+    """The mount point of a cgroup's hierarchy, and the group's path below it. In a container the
+    mount may begin at the container's own group, or the group may be invisible: then the mount's
+    own group is all that can be read."""
     mounts = dict(_mounts(root, version))
     within = [top for top in mounts if path.is_relative_to(top) and ".." not in path.parts]
     if within:
-        top = min(within, key=len)  # from the highest, the most ancestors are seen
+        top = min(within, key=len)  # the highest shows the most ancestors
         return mounts[top], path.relative_to(top)
     if mounts or ".." in path.parts:
         return next(iter(mounts.values()), USUAL[version]), PurePosixPath(".")
@@ -108,7 +107,7 @@ def _mounted(root: Path, version: int, path: PurePosixPath) -> tuple[str, PurePo
 
 
 def _mounts(root: Path, version: int) -> Iterator[tuple[str, str]]:
-    """(the group that a mount begins at, mount point) of proc_pid_mountinfo(5)."""
+    """(group at the root of a mount, mount point), from proc_pid_mountinfo(5)."""
     for line in _text(root / "proc/self/mountinfo").splitlines():
         fields, dash, rest = line.partition(" - ")
         head, tail = fields.split(), rest.split()
@@ -120,24 +119,24 @@ def _mounts(root: Path, version: int) -> Iterator[tuple[str, str]]:
 
 
 def _unescaped(field: str) -> str:
-    """Blanks and backslashes are octal there."""
+    """Decode a field of mountinfo, which has blanks and backslashes in octal."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
 
 
 def _number(path: Path) -> int | None:
-    """Bytes; None for "max", and for what is no number."""
+    """A file's number of bytes; None for "max", and for anything else."""
     text = _text(path).strip()
     return int(text) if re.fullmatch("[0-9]{1,20}", text, re.ASCII) else None
 
 
 def _stat(folder: Path) -> dict[str, int]:
-    """A group's memory.stat, the lines of it that are a name and a number."""
+    """The lines of a group's memory.stat that are a name and a number."""
     found = re.findall(r"^(\w+) ([0-9]{1,20})$", _text(folder / "memory.stat"), re.M | re.ASCII)
     return {name: int(value) for name, value in found}
 
 
 def _pages(root: Path) -> list[int]:
-    """Of proc_pid_statm(5)."""
+    """Pages, from proc_pid_statm(5)."""
     text = _text(root / "proc/self/statm").strip()
     return [int(x) for x in text.split()] if re.fullmatch("[0-9 ]+", text, re.ASCII) else []
 

@@ -1,4 +1,4 @@
-"""What a model takes on the device: outside its layers, by layer, in caches. Nothing is read."""
+"""The size of a model on the device: outside its layers, per layer, in caches. Nothing is read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from toastkit.store.skeleton import MISFITS, cannot_run
 
 
 def movable(holdings: Holdings) -> dict[str, int]:
-    """The modules that come and go with their layer: its index by path. What hangs in several
-    layers stays, and so do slots of experts."""
+    """The modules that can be streamed with their layer: its index, by path. Modules shared by
+    several layers stay resident, and so do expert slots."""
     seen: dict[int, int] = {}
     shared: set[int] = set()
     for index, layer in enumerate(holdings.store.model.layers):
@@ -30,8 +30,7 @@ def movable(holdings: Holdings) -> dict[str, int]:
 
 
 def sizes_of(holdings: Holdings) -> Sizes:
-    """The sizes of a model of which nothing is loaded. Raises DataError for one that mlx_lm cannot
-    run."""
+    """The sizes of a model of which nothing is loaded. Raises DataError if mlx_lm cannot run it."""
     layer_of = movable(holdings)
     layers, outside = [0] * holdings.store.layer_count, 0
     for path in holdings.modules:
@@ -44,14 +43,13 @@ def sizes_of(holdings: Holdings) -> Sizes:
 
 
 def cache_holds(holdings: Holdings, resident: Collection[int], available: int) -> bool:
-    """Whether the system's cache of files can hold what is read again and again: layers that do not
-    stay, and experts for which there is no slot. resident: layers that stay. available: bytes of
-    memory."""
+    """True if the page cache can hold what is read repeatedly: streamed layers, and experts without
+    a slot. resident: the resident layers. available: bytes of memory."""
     store = holdings.store
     read = 0.0
     for holding in holdings.modules.values():
         size = sum(map(store.nbytes, holding.names))
-        # Of a model of which nothing is loaded: slots that are planned.
+        # Before loading, the planned slots.
         slots = holding.slots if holding.form == ABSENT else holding.form.slots
         if slots:
             read += size * max(0.0, 1 - slots / store.shape(holding.names[0])[0])
@@ -61,16 +59,16 @@ def cache_holds(holdings: Holdings, resident: Collection[int], available: int) -
 
 
 def _cache_bytes(holdings: Holdings) -> tuple[float, int]:
-    """Bytes that a token adds to the caches of all layers, and bytes that do not grow. A pass over
-    a token, and one more, are built and not computed: shapes are known without. A window that is
-    full does not grow."""
+    """Bytes that a token adds to the caches of all layers, and bytes that do not grow. Builds two
+    passes over a token without computing them, which is enough for shapes. A full sliding window
+    does not grow."""
     model, caches = holdings.store.model, holdings.new_caches()
     token, parts = mx.zeros((1, 1), mx.uint32), [p for p in leaves(caches) if p is not None]
     sizes = []
     try:
         with holdings.shapes_only():
             for part in parts:
-                part.step = 1  # they grow by 256 positions else
+                part.step = 1  # by default they grow by 256 positions
             for _ in range(2):
                 model(token, cache=caches)
                 sizes.append([nbytes_of(part) for part in parts])

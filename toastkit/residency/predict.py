@@ -1,12 +1,12 @@
-"""How fast a model with absent layers will be, before it is run so.
+"""Predicts the speed of a model with streamed layers.
 
 Paper 001, section 5.5, predicts 1 / (T_compute + N_streamed * T_io) tokens a second from bandwidths
-and was 50% to 4,000% off. Its formula leaves out: that layers are read while others run; what
-reading costs that is no bandwidth; that each streamed layer is waited for by itself, while those
-that stay are computed in one go; what runs outside the layers; how much reading slows computing
-down, and computing reading; and that layers differ. Here all of these are measured (`calibration`),
-and a pass is played through as `holdings.streams` does it: layers are read one after another, a few
-ahead of the one that runs, round to the next pass.
+and was 50% to 4,000% off. Its formula leaves out: that layers are read while others run; the costs
+of reading other than bandwidth; that the host waits for each streamed layer, while resident ones
+are computed in one go; what runs outside the layers; how much reading slows down computing, and the
+reverse; and that layers differ. Here all of these are measured (`calibration`), and a pass is
+simulated as `holdings.streams` runs it: layers are read one after another, a few ahead of the one
+that runs, wrapping round to the next pass.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from typing import NamedTuple
 
 from toastkit.holdings.read_ahead import MOST_AHEAD, layers_ahead
 
-PASSES = 12  # played through at most until one is as the one before
+PASSES = 12  # simulated at most, until a pass repeats the one before
 MOST_SLOWDOWN = 4.0
-COARSE, FINE = 0.125, 0.01  # steps in which slowdowns are looked for
+COARSE, FINE = 0.125, 0.01  # steps of the search for slowdowns
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """How much longer reading takes while something is computed, and computing while something is
-    read, as a share of what they take alone, 0..MOST_SLOWDOWN. They are two numbers: threads that
-    copy from the system's cache of files take processors from those that compute, and hardly lose
-    any to them; who waits for a disk takes none."""
+    """How much longer reading takes during computing, and computing during reading, relative to
+    each alone, 0..MOST_SLOWDOWN. They differ: threads that copy from the page cache take CPU time
+    from those that compute, and hardly lose any to them; threads that wait for a disk take none."""
 
     reading: float
     computing: float
@@ -36,8 +35,8 @@ class Slowdown:
 
 @dataclass(frozen=True)
 class Source:
-    """Where absent layers are read from. rate: bytes on the device that are there after a second of
-    nothing but reading. token, chunk: the slowdowns in a pass over one token and over many."""
+    """A source of streamed layers. rate: bytes on the device per second of reading alone. token,
+    chunk: the slowdowns in a pass over one token and over many."""
 
     rate: float
     token: Slowdown
@@ -48,11 +47,10 @@ class Source:
 class Calibration:
     """Seconds, measured on a device for one shape of model.
 
-    token: of each layer, for one token, where it is streamed. chunk_fixed, chunk_token: of each
-    layer for a chunk, and for each token of it. outside_token, outside_chunk: of a pass, what is
-    outside the layers. stays: share of a layer's seconds for a token that it takes where it stays,
-    so that nobody waits for it alone. cached, cold: reading from the system's cache of files, and
-    from the disk.
+    token: of each layer, streamed, for one token. chunk_fixed, chunk_token: of each layer per
+    chunk, and per token of it. outside_token, outside_chunk: per pass, outside the layers. stays:
+    the share of a layer's seconds per token that it takes if resident, as it is not waited for
+    alone. cached, cold: reading from the page cache, and from the disk.
     """
 
     token: tuple[float, ...]
@@ -67,8 +65,8 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds. token: of a token that is decoded. prompt: of a prompt that is read. reading: of a
-    token's, if there were nothing to compute. computing: if there were nothing to read."""
+    """Seconds. token: per decode step. prompt: of prefill. reading: of a step, if there were
+    nothing to compute. computing: of a step, if there were nothing to read."""
 
     token: float
     prompt: float
@@ -87,12 +85,12 @@ def predict(
     along: bool = False,
     most: int = MOST_AHEAD,
 ) -> Prediction:
-    """What a model with these layers on the device will take.
+    """Predict the times of a model with these resident layers.
 
-    layers: bytes of each. resident: indices of those that stay. cached: whether the system's cache
-    of files holds what is streamed. prompt: tokens to be read, at least one, in chunks of so many;
-    the last one is a pass by itself, or goes along with those before it, as in Engine.prefill.
-    most: layers read ahead, as far as memory goes.
+    layers: bytes of each. resident: indices of the resident ones. cached: the page cache holds the
+    streamed ones. prompt: its tokens, at least one. chunk: tokens per prefill chunk. along: the
+    last token goes along with those before it; else it is a pass by itself, as in Engine.prefill.
+    most: layers read ahead, as far as memory allows.
     """
     source = measured.cached if cached else measured.cold
     reads = [None if i in resident else size / source.rate for i, size in enumerate(layers)]
@@ -115,15 +113,15 @@ def predict(
 
 
 class Played(NamedTuple):
-    """Seconds of a pass: in which nothing is computed because a layer is not there yet, and the
-    others."""
+    """Seconds of a simulated or measured pass: waiting for a layer without computing, and the
+    rest."""
 
     waiting: float
     computing: float
 
     @property
     def seconds(self) -> float:
-        """Of the whole pass."""
+        """Seconds of the whole pass."""
         return self.waiting + self.computing
 
 
@@ -136,13 +134,13 @@ def play(
     most: int = MOST_AHEAD,
     passes: int = PASSES,
 ) -> Played:
-    """A pass among many like it, or the last of so many, the first of which begins with nothing
-    read.
+    """Simulate a pass in the steady state, or the last of `passes`, the first of which begins with
+    nothing read.
 
-    reads, computes: seconds of each layer, reads None for one that stays. outside: seconds after
+    reads, computes: seconds of each layer; reads is None for a resident one. outside: seconds after
     the last layer, during which reading goes on. slowdown: of each by the other. ahead: layers read
-    ahead; None for as many as Streams.depth has, at most so many. Layers that stay are computed
-    while the streamed one after them is waited for.
+    ahead; None for Streams.depth, capped at most. Resident layers are computed while the streamed
+    one after them is waited for.
     """
     phases, tail = _phases(reads, computes, outside)
     if not phases:
@@ -158,8 +156,8 @@ def play(
             this = number * len(phases) + place
             pipe.compute(before)
             pipe.await_read(this)
-            # A layer that runs is not read for the next pass meanwhile. Once it has, one more is
-            # read into its memory.
+            # A running layer is not read for the next pass meanwhile. Once it has run, one more
+            # layer is read into its memory.
             pipe.ask(min(this + ahead, this + len(phases) - 1))
             pipe.compute(own)
             pipe.ask(this + min(ahead + 1, len(phases)) if ahead else this)
@@ -175,8 +173,8 @@ def play(
 def _phases(
     reads: Sequence[float | None], computes: Sequence[float], outside: float
 ) -> tuple[list[tuple[float, float, float]], float]:
-    """(seconds of reading, of computing those before it that stay, and it) of each streamed layer,
-    and the seconds after the last."""
+    """For each streamed layer, the seconds to read it, to compute the resident ones before it, and
+    to compute it; and the seconds after the last."""
     phases, pending = [], 0.0
     for read, compute in zip(reads, computes, strict=True):
         if read is None:
@@ -188,15 +186,15 @@ def _phases(
 
 
 def depth(phases: Sequence[tuple[float, float]], tail: float) -> int:
-    """How many layers are read ahead: Streams.depth, on times that do not disturb each other.
-    phases: seconds of reading and of computing, those that stay among them."""
+    """How many layers are read ahead: Streams.depth, from times without slowdown. phases: seconds
+    of reading and of computing, which includes the resident layers."""
     wanted = layers_ahead(max(read for read, _ in phases), [work for _, work in phases], tail)
     return min(wanted, MOST_AHEAD, len(phases))
 
 
 class _Pipe:
-    """A reader that reads layers in turn, pass after pass, beside one who computes. reads: seconds
-    of each. waited, computed: seconds since `begin`."""
+    """Simulates a reader that reads layers in turn, pass after pass, concurrently with computing.
+    reads: seconds of each. waited, computed: seconds since `begin`."""
 
     def __init__(self, reads: list[float], slowdown: Slowdown):
         self._reads = reads
@@ -206,26 +204,26 @@ class _Pipe:
         self.begin()
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Start a pass."""
         self.waited = self.computed = 0.0
 
     def state(self, passes: int) -> tuple[float, float]:
-        """How far reading is ahead of so many passes."""
+        """How far reading is ahead after that many passes: layers, and seconds of the next."""
         return self._done - passes * len(self._reads), self._left
 
     def ask(self, number: int) -> None:
-        """Layers up to this one are to be read."""
+        """Request layers up to this one."""
         self._asked = max(self._asked, number + 1)
 
     def await_read(self, number: int) -> None:
-        """Nothing is computed until that one has been read."""
+        """Wait, without computing, until that layer has been read."""
         self.ask(number)
         while self._done <= number:
             self.waited += self._left
             self._next()
 
     def compute(self, work: float) -> None:
-        """So many seconds' work, beside which there may be something to read."""
+        """Compute for that many seconds of work, slowed down while reading goes on."""
         while work > 0:
             if self._done >= self._asked:
                 self.computed += work
@@ -252,8 +250,8 @@ def fitted_slowdown(
     most: int = MOST_AHEAD,
     passes: int = PASSES,
 ) -> Slowdown:
-    """The slowdown with which `play` comes nearest to what was measured; the least of those that
-    do so alike, as where nothing is waited for: how long reading takes is not seen then."""
+    """The slowdown with which `play` comes nearest to what was measured; the least among equals: if
+    nothing is waited for, the time of reading cannot be seen."""
 
     def error(place: tuple[float, float]) -> float:
         found = play(reads, computes, outside, Slowdown(*place), most=most, passes=passes)
@@ -280,7 +278,7 @@ def fitted_slowdown(
 def _never_idle(
     reads: Sequence[float | None], computes: Sequence[float], outside: float, measured: Played
 ) -> tuple[float, float]:
-    """The slowdown if something was being read all the time."""
+    """The slowdown if reading never paused."""
     reading = sum(read or 0.0 for read in reads) - measured.waiting
     slower = (measured.computing / max(x, 1e-9) - 1 for x in (reading, sum(computes) + outside))
     reading, computing = map(_bounded, slower)

@@ -1,4 +1,4 @@
-"""Which layers are to stay on the device, as plain data: what flags are parsed into."""
+"""Residency of layers, as plain data: what the flags are parsed into."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ KINDS = ("all", "auto", "layers", "percent", "bytes")
 COUNTED = ("layers", "percent")
 PLACEMENTS = ("first", "last", "interleaved")
 PRIORITIES = ("max-tps", "balanced", "max-context")
-# Tokens whose keys and values have room kept for them (paper 001, section 3.4); None: as many as
-# the model can read.
+# Tokens that KV cache is reserved for (paper 001, section 3.4); None: as many as the model can
+# read.
 RESERVED_TOKENS = {"max-tps": 512, "balanced": 1024, "max-context": None}
 
 
 @dataclass(frozen=True)
 class ResidencyOptions:
-    """kind: all layers stay, as many as memory allows while it runs, a number of layers, a share of
-    them in per cent, or as many as fit into bytes of the device together with all else. amount: of
-    the last three. placement: which of them stay. priority: what "auto" keeps memory for.
-    context: tokens that "max-context" expects, None for as many as the model can read.
+    """How many layers are resident. kind: all; as many as memory allows at run time; a number; a
+    percentage; or as many as fit into bytes of the device together with everything else. amount: of
+    the last three. placement: which layers. priority: what "auto" reserves memory for. context:
+    tokens that "max-context" expects, None for as many as the model can read.
     """
 
     kind: str = "all"
@@ -40,11 +40,11 @@ class ResidencyOptions:
 
     @property
     def on(self) -> bool:
-        """Whether layers may be streamed: "all" is the engine without a policy."""
+        """True if layers may be streamed: with "all" the engine has no residency policy."""
         return self.kind != "all"
 
     def __str__(self) -> str:
-        """As the flag has it."""
+        """As the flag is written."""
         if self.kind == "bytes":
             return exact_size(int(self.amount))
         share = "%" * (self.kind == "percent")
@@ -52,8 +52,8 @@ class ResidencyOptions:
 
     @property
     def setting(self) -> str:
-        """All that stands after --resident on the command line, defaults left out: two that are
-        the same say the same."""
+        """The options as after --resident on the command line, without defaults: equal options give
+        equal text."""
         said = str(self)
         if self.kind == "auto" and self.priority != ResidencyOptions.priority:
             said += f" --priority {self.priority}"

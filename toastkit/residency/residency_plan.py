@@ -1,5 +1,5 @@
-"""What fits into a memory, before anything of a model is read: what `--resident SIZE` or
-`--resident auto` would have stay, and the least that anything runs in."""
+"""Residency plan: what fits into memory, before anything of a model is read: the layers that
+`--resident SIZE` or `--resident auto` would keep, and the least memory that the model runs in."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from toastkit.text.exact_numbers import counted, exact_size
 
 @dataclass(frozen=True)
 class Memory:
-    """What there is. size: bytes. given: by the user, as the budget of --resident SIZE; else it is
-    what is available now, which --resident auto goes by."""
+    """The memory to plan for. size: bytes. given: by the user, as the budget of --resident SIZE;
+    else it is what is available now, as for --resident auto."""
 
     size: int
     given: bool
@@ -32,12 +32,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class ResidencyPlan:
-    """Sizes in bytes. memory: see Memory, as is `given`. context: tokens. outside: what is outside
-    the layers. layers, layers_size: how many there are, and all of them. cache: of so many tokens
-    of context. reserve: kept for caches to begin with. least: that anything runs in with such
-    caches. resident: layers that stay to begin with; filled: once the context is full. placement,
-    priority: of ResidencyOptions. weights: on the device, with the layers on their way. ahead: as
-    many layers at most can be read ahead in that memory."""
+    """Sizes in bytes. memory, given: see Memory. context: tokens. outside: of what is outside the
+    layers. layers, layers_size: their number, and total size. cache: caches for that context.
+    reserve: kept for caches to begin with. least: what the model runs in, with such caches.
+    resident: resident layers to begin with; filled: once the context is full. placement, priority:
+    of ResidencyOptions. weights: on the device, with the streaming window. ahead: the most layers
+    that can be read ahead in that memory."""
 
     memory: int
     given: bool
@@ -57,7 +57,7 @@ class ResidencyPlan:
 
     @property
     def staying(self) -> frozenset[int]:
-        """Indices of the layers that stay."""
+        """Indices of the resident layers."""
         return placed(self.resident, range(self.layers), self.placement)
 
 
@@ -71,12 +71,12 @@ def plan_residency(
     priority: str = "balanced",
     placement: str = "interleaved",
 ) -> ResidencyPlan:
-    """The plan for a model. name: for errors. longest: tokens that the model can read. context:
-    tokens that are expected and must fit; None for what the priority keeps room for. Raises
-    UsageError, with the number that would do, where nothing fits."""
+    """Plan a model's residency. name: for errors. longest: tokens that the model can read. context:
+    tokens that are expected and must fit; None for those that the priority reserves. Raises
+    UsageError, with the number that would do, if the model does not fit."""
     reserved = RESERVED_TOKENS[priority]
     tokens = context or min(reserved or longest, longest)
-    # What "max-context" expects is what the user says; all else goes by the priority alone.
+    # Only "max-context" uses the user's context; the others reserve by priority alone.
     reserve = cache_reserve(sizes, priority, context or longest)
     cache = sizes.cache_fixed + math.ceil(sizes.cache_per_token * tokens)
     least = least_budget(sizes, tokens)

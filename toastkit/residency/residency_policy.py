@@ -1,7 +1,7 @@
-"""Which decoder layers stay on the device: a policy over the holdings (paper 001, section 3).
+"""Residency: a policy that decides which decoder layers stay on the device (paper 001, section 3).
 
-The others are brought before they run and dropped after it. With "auto" the number follows the
-memory that there is, looked at again every 64 tokens; with a budget it gives way as caches grow.
+The others are streamed. With "auto" the number of resident layers follows available memory, checked
+every 64 tokens; with a budget it shrinks as caches grow.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from toastkit.residency.sizing import (
 )
 from toastkit.store.ledger import CACHE, SESSIONS
 
-SPARE_LAYERS = 2  # read ahead beside the first, where a number of layers stays
+SPARE_LAYERS = 2  # read ahead beyond the first, if the number of resident layers is given
 
 
 class ResidencyPolicy(Policy):
-    """Keeps some layers and has the others streamed. See holdings.policy.Policy.
+    """Keeps some layers resident and streams the others. See holdings.policy.Policy.
 
-    available(): bytes of memory that are free for this process. notify: is told a line when caches
-    outgrow a budget. resident: the layers that stay, in the pass that was decided on last.
+    available(): bytes of memory available to this process. notify: called with a warning when
+    caches outgrow a budget. resident: the resident layers, as last applied. shed, grown: layers
+    given up and taken back, in total.
     """
 
     name = "residency"
-    variant = ""  # the results are those of a model that stays, to the bit
+    variant = ""  # the results are those of a wholly resident model, to the bit
     changes_forms = True
     tells_steps = False
 
@@ -61,7 +62,7 @@ class ResidencyPolicy(Policy):
         self._before: dict[str, float] = {}
 
     def attach(self, holdings: Holdings) -> None:
-        """Takes on a model. Raises UsageError for a budget that it cannot run in."""
+        """Attach to a model. Raises UsageError for a budget that it cannot run in."""
         self._holdings, self._store = holdings, holdings.store
         self._layer_of = movable(holdings)
         self.paths = list(self._layer_of)
@@ -72,12 +73,12 @@ class ResidencyPolicy(Policy):
 
     @property
     def layers(self) -> int:
-        """How many the model has."""
+        """How many layers the model has."""
         return len(self.sizes.layers)
 
     @property
     def least(self) -> int:
-        """Bytes of the smallest budget: it has room for caches to begin with."""
+        """Bytes of the smallest budget, with the initial size of caches."""
         return least_budget(self.sizes)
 
     def _check_budget(self) -> None:
@@ -93,9 +94,9 @@ class ResidencyPolicy(Policy):
     # ------------------------------------------------------------------------------------- deciding
 
     def decide(self, wish: Wish) -> bool:
-        """Whether other layers are to stay."""
+        """True if the resident layers change."""
         before = self._wanted
-        if before is None:  # what is loaded
+        if before is None:  # the model is to be loaded
             self._wanted = placed(self._first_count(), range(self.layers), self.options.placement)
             self._choose_cache(self._wanted)
         elif self._warned:
@@ -109,7 +110,7 @@ class ResidencyPolicy(Policy):
         return self._wanted != self.resident or not self._loaded
 
     def _first_count(self) -> int:
-        """How many layers stay to begin with (equations 1 and 2)."""
+        """How many layers are resident to begin with (equations 1 and 2)."""
         kind, amount, count = self.options.kind, self.options.amount, self.layers
         if kind == "layers":
             return min(count, int(amount))
@@ -126,17 +127,17 @@ class ResidencyPolicy(Policy):
         return self.options.context or self._store.config.context or USUAL_CONTEXT
 
     def _followed(self, count: int) -> int:
-        """How many layers stay with the memory that there is now."""
+        """How many layers are to be resident with the memory available now."""
         now, ledger = self._available(), self._holdings.ledger
         reserve = cache_reserve(self.sizes, self.options.priority, self._context)
         reserve = max(reserve, ledger.of(CACHE) + ledger.of(SESSIONS))
-        # What is on the device would be available without this model.
+        # Without this model, what it has on the device would be available too.
         could = adaptive(self.sizes, now + ledger.total(), reserve, self.options.placement)
         return self._pressure.update(now, count, could)
 
     def _within_budget(self, stay: Sequence[int]) -> int:
-        """How many of the layers that stay still fit, now that caches have grown. What is left may
-        be used to read further ahead."""
+        """How many of the resident layers still fit, as caches have grown. Sets the rest of the
+        budget as memory for reading ahead."""
         ledger, count = self._holdings.ledger, len(stay)
         caches = ledger.of(CACHE) + ledger.of(SESSIONS)
         room = self.options.amount - self.sizes.outside
@@ -156,7 +157,7 @@ class ResidencyPolicy(Policy):
         return count
 
     def _moved(self, count: int) -> frozenset[int]:
-        """So many layers, of those that stay the highest going first."""
+        """The layers for a new count: of the resident ones, the highest are dropped first."""
         now = sorted(self._wanted or ())
         if count <= len(now):
             return frozenset(now[: max(0, count)])
@@ -165,18 +166,18 @@ class ResidencyPolicy(Policy):
         return frozenset([*now, *more[: count - len(now)]])
 
     def form(self, path: str, form: Form) -> Form:
-        """As it is, or streamed so."""
+        """The form, streamed unless the layer is to be resident."""
         wanted = self._wanted or frozenset()
         return form if self._layer_of[path] in wanted else form._replace(streamed=True)
 
     def changed(self, seconds: float, made: int) -> None:
-        """Those layers stay now that were to."""
-        assert self._wanted is not None  # it was decided on
+        """Called when the wanted layers are resident."""
+        assert self._wanted is not None  # `decide` has set it
         self.shed += len(self.resident - self._wanted)
         self.grown += len(self._wanted - self.resident) if self._loaded else 0
         self.resident, self._loaded = self._wanted, True
-        # A number of layers is to take about as much memory as one expects of it; where memory is
-        # watched more is read ahead, and of a budget what is left of it.
+        # With a number of layers, memory use should be about what the user expects; if memory is
+        # watched, reading ahead is unlimited; with a budget it gets the rest of that.
         spare = SPARE_LAYERS * max(self.sizes.layers)
         self._holdings.streams.spare_bytes = None if self.options.kind == "auto" else spare
         if self.options.kind == "bytes":
@@ -184,37 +185,38 @@ class ResidencyPolicy(Policy):
         self._choose_cache(self.resident)
 
     def _choose_cache(self, resident: frozenset[int]) -> None:
-        """A cache of files that cannot hold what is read once a token holds nothing of use, and
-        throws out what others have use for."""
+        """Choose whether reads use the page cache: if it cannot hold everything that is read once
+        per token, nothing in it is ever reused, and it evicts the data of others."""
         self._store.keeps_cached = cache_holds(self._holdings, resident, self._available())
 
     def failed(self) -> None:
-        """The same layers stay as before."""
+        """Called when the layers could not be changed: the same ones stay resident."""
         self._wanted = self.resident if self._loaded else None
 
     def memory_warning(self) -> None:
-        """Has all layers go before the next pass (section 3.4)."""
+        """Shed all layers before the next pass (section 3.4)."""
         self._warned = True
 
     # ------------------------------------------------------------------------------------- counting
 
     def begin_run(self) -> None:
-        """Counts from here on. What was too much in one run need not be in the next."""
+        """Reset the counts, and the pressure: what was too much in one run may not be in the
+        next."""
         self._before = self._counts()
         self._pressure = Pressure(self.layers)
 
     def count_step(self) -> None:
-        """A step is being run."""
+        """Count a step."""
         self._checks.count_step()
 
     def run_report(self) -> dict[str, Any]:
-        """Of the run since `begin_run`: see `report`."""
+        """A report of the run since `begin_run`: see `report`."""
         now = self._counts()
         return self._about({name: now[name] - self._before.get(name, 0) for name in now})
 
     def report(self) -> dict[str, Any]:
-        """Of all runs: layers that stay, of how many; bytes read; seconds that passes waited for a
-        layer, and that layers took to compute; streamed layers run; layers shed and grown."""
+        """A report of all runs: resident layers, of how many; bytes read; seconds that passes
+        waited for layers, and computed them; streamed layers run; layers shed and grown."""
         return self._about(self._counts())
 
     def _about(self, counts: dict[str, float]) -> dict[str, Any]:
