@@ -1,1 +1,1 @@
-"""Policy 3: in which precision modules are, and what asks for it."""
+"""Gears: the precision of modules, and the entropy that it follows (paper 003)."""

@@ -1,12 +1,12 @@
-"""Thresholds from entropies that a model has shown, in place of the paper's defaults.
+"""Calibration: thresholds from a model's measured entropies, in place of the paper's defaults.
 
-Paper 003 section 4, its three strategies; constants of tables 9 and 10. All are pure functions of
-entropies in bits, of logits over `vocab` ids; the order of the entropies means nothing. The
-thresholds are bits at that vocabulary, not to be scaled again.
+The three strategies of paper 003, section 4, with the constants of tables 9 and 10. All are pure
+functions of entropies in bits, of logits over `vocab` ids, in any order. The thresholds are bits at
+that vocabulary, not to be scaled again.
 
     prefill   percentiles of the prompt's own entropies, capped             section 4.1
-    prompts   the median of what a few mixed prompts and answers show       section 4.2, MLX
-    file      the boundary between easy and hard prompts of the user's      section 4.2, by hand
+    prompts   the median over a few mixed prompts and answers               section 4.2, MLX
+    file      the boundary between the user's easy and hard prompts         section 4.2, by hand
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from toastkit.errors import DataError, UsageError
 STRATEGIES = ("prefill", "prompts", "file")
 LEAST_SAMPLES = 5
 LEAST_LOW = 0.01  # bits
-# Whole percents, so that a rank is the exact one and no neighbour's.
+# Integers, so that ranks are exact.
 LOW_PERCENT, HIGH_PERCENT = 30, 60
 LOW_CAP, HIGH_CAP = 0.06, 0.12  # shares of log2 vocab
 PREFILL_BAND = 0.2  # bits
@@ -29,7 +29,7 @@ HIGH_BY_MEDIAN = 2.5
 PROMPTS_BAND = 0.3  # bits
 EASY_PERCENT, HARD_PERCENT = 80, 20
 FILE_BAND = 0.2  # bits; the paper gives none for this strategy
-SLACK = 0.01  # bits past the ends of [0, log2 vocab] that rounding on a device may give
+SLACK = 0.01  # bits beyond [0, log2 vocab] that rounding on a device may give
 
 CALIBRATION_PROMPTS = (
     "Say good morning to a neighbour, and ask whether she slept well.",
@@ -42,7 +42,7 @@ _EXAMPLE = 'write {"easy": ["a text"], "hard": ["a text"]}'
 @dataclass(frozen=True)
 class Thresholds:
     """low, high: bits at a vocabulary of `vocab` ids, low < high. strategy: one of STRATEGIES.
-    samples: entropies that they come from. overlap: the hard prompts were no harder than the easy
+    samples: the number of entropies used. overlap: the hard prompts were no harder than the easy
     ones, so that the boundary between them means little."""
 
     low: float
@@ -53,7 +53,7 @@ class Thresholds:
     overlap: bool = False
 
     def validate(self) -> None:
-        """Raises DataError: they may come from a file."""
+        """Raise DataError for invalid values, which may come from a file."""
         bits = (self.low, self.high)
         if not all(type(x) in (int, float) and 0 <= x < math.inf for x in bits):
             raise DataError("invalid thresholds: not finite numbers of bits, at least 0")
@@ -76,10 +76,10 @@ def from_prefill(entropies: Iterable[float], vocab: int) -> Thresholds:
 
         low = max(e[floor(0.30 n) - 1], 0.01)        high = e[min(n - 1, floor(0.60 n))]
 
-    Narrower than 0.2 bits, they are set 0.1 on either side of their centre, and moved up together
-    where low would fall under 0.01. Then low is capped by 0.06 log2 vocab and high by 0.12; a cap
-    may leave a narrower band, but never an empty one. Indices count from 0, as in the paper.
-    Raises DataError for fewer than 5 positive entropies, or what is no entropy; UsageError.
+    A band narrower than 0.2 bits is set to 0.1 on either side of its centre, and moved up if low
+    would fall below 0.01. Then low is capped at 0.06 log2 vocab and high at 0.12; a cap may leave a
+    narrower band, but never an empty one. Indices count from 0, as in the paper.
+    Raises DataError for fewer than 5 positive entropies, or values out of range; UsageError.
     """
     samples = [e for e in _checked(entropies, vocab) if e > 0]
     n = len(samples)
@@ -96,10 +96,10 @@ def from_prefill(entropies: Iterable[float], vocab: int) -> Thresholds:
 
 
 def from_prompts(entropies: Iterable[float], vocab: int) -> Thresholds:
-    """Section 4.2 as for MLX: low is the median (at least 0.01), high 2.5 times that, and at least
-    0.3 bits above it. The paper caps neither here. The median of an even number of entropies is
-    the mean of the middle two. Raises DataError for fewer than 5 entropies, or what is no entropy;
-    UsageError."""
+    """Section 4.2, as for MLX: low is the median (at least 0.01), high is 2.5 times that, and at
+    least 0.3 bits above it. The paper caps neither here. The median of an even number of entropies
+    is the mean of the middle two. Raises DataError for fewer than 5 entropies, or values out of
+    range; UsageError."""
     samples = _enough(_checked(entropies, vocab), "the prompts")
     low = max(percentile(samples, 50), LEAST_LOW)
     high = max(HIGH_BY_MEDIAN * low, low + PROMPTS_BAND)
@@ -108,13 +108,13 @@ def from_prompts(entropies: Iterable[float], vocab: int) -> Thresholds:
 
 def from_easy_and_hard(easy: Iterable[float], hard: Iterable[float], vocab: int) -> Thresholds:
     """Section 4.2, "the easy/hard boundary": low is the 80th percentile of the easy prompts'
-    entropies, high the 20th of the hard ones', so that most of either are on their own side and
-    what lies between is mid.
+    entropies, high the 20th of the hard ones', so that most of each are on their own side, and the
+    range between is mid.
 
-    Where the two overlap (low would not be less than high) they are taken in rising order, which
+    If the two overlap (low would not be less than high), they are swapped into rising order, which
     keeps the band in which the prompts cannot be told apart as mid, and `overlap` is set. A band
     narrower than 0.2 bits is widened as in from_prefill. Raises DataError for fewer than 5
-    entropies of either, or what is no entropy; UsageError.
+    entropies of either, or values out of range; UsageError.
     """
     easy_samples = _enough(_checked(easy, vocab), "the easy prompts")
     hard_samples = _enough(_checked(hard, vocab), "the hard prompts")
@@ -126,8 +126,8 @@ def from_easy_and_hard(easy: Iterable[float], hard: Iterable[float], vocab: int)
 
 
 def percentile(samples: Sequence[float], percent: int) -> float:
-    """A percentile of rising samples, one at least: between the two nearest ranks in proportion,
-    numpy's default (`linear`)."""
+    """A percentile of at least one sample, in rising order: interpolated linearly between the two
+    nearest ranks, numpy's default (`linear`)."""
     rank, rest = divmod((len(samples) - 1) * percent, 100)
     if not rest:
         return samples[rank]
@@ -135,8 +135,8 @@ def percentile(samples: Sequence[float], percent: int) -> float:
 
 
 def parse_prompts(text: str) -> tuple[list[str], list[str]]:
-    """The easy and the hard prompts of a file: a JSON object {"easy": [...], "hard": [...]} with
-    one text at least in each. Raises DataError with one line for anything else."""
+    """Parse the easy and the hard prompts of a file: a JSON object {"easy": [...], "hard": [...]}
+    with at least one text in each. Raises DataError with one line for anything else."""
     import json
 
     try:
@@ -161,7 +161,7 @@ def _texts(fields: dict[str, Any], name: str) -> list[str]:
     for number, item in enumerate(texts, 1):
         if not isinstance(item, str) or not item.strip():
             raise _no_prompts(f"{name!r} holds something other than text (item {number})")
-        # JSON can spell half a character, which no tokenizer takes.
+        # JSON can spell a lone surrogate, which no tokenizer accepts.
         if any("\ud800" <= character <= "\udfff" for character in item):
             raise _no_prompts(f"{name!r} holds half a surrogate pair (item {number})")
     return texts
@@ -172,7 +172,7 @@ def _no_prompts(what: str) -> DataError:
 
 
 def _checked(entropies: Iterable[float], vocab: int) -> list[float]:
-    """The entropies, rising, within [0, log2 vocab]. Raises DataError, UsageError."""
+    """The entropies in rising order, clamped to [0, log2 vocab]. Raises DataError, UsageError."""
     if not isinstance(vocab, int) or vocab < 2:
         raise UsageError(f"invalid vocabulary: {vocab!r} is not at least 2")
     most = math.log2(vocab)
@@ -193,7 +193,7 @@ def _enough(samples: list[float], whose: str) -> list[float]:
 
 
 def _widened(low: float, high: float, band: float) -> tuple[float, float]:
-    """Two thresholds in rising order, made to lie `band` bits apart around their centre."""
+    """Widen two thresholds, in rising order, to at least `band` bits apart around their centre."""
     if high - low < band:
         low = max((low + high - band) / 2, LEAST_LOW)
         high = low + band

@@ -1,20 +1,20 @@
-"""How hard a prompt looks, before there is any entropy to go by.
+"""The difficulty of a prompt, estimated from its text before any entropy is known.
 
-Paper 003 section 11: a cheap score of the text picks the gear that an answer begins in; observed
+Paper 003 section 11: a cheap score of the text picks the gear that an answer starts in; observed
 entropy overrides it within a few steps. It is a guess from the surface, and meant to be no more.
 
     score = 2 n_math + 1.5 n_code + 0.3 min(words / 50, 3) + 1.5 [mean word length > 6.5]
 
 The paper leaves open what counts. Here:
 
-    word      what stands between blanks, punctuation included
-    keyword   one of KEYWORDS in any case, alone: next to no ASCII letter, digit or underscore
-    symbol    one of SYMBOLS or UNICODE_SYMBOLS; a run of the same one is one (==, =====);
-              * between two operands, so that emphasis and bullets are none;
-              / likewise, but for two letters without blanks (and/or, paths, addresses);
+    word      text between blanks, punctuation included
+    keyword   one of KEYWORDS in any case, not next to an ASCII letter, digit or underscore
+    symbol    one of SYMBOLS or UNICODE_SYMBOLS; a run of the same one counts once (==, =====);
+              * between two operands, which excludes emphasis and bullets;
+              / likewise, except between two letters without blanks (and/or, paths, addresses);
               - between blanks and beside a digit: elsewhere it is mostly a hyphen or a dash;
-              π beside no other Greek letter, so that Greek prose is none.
-              Operands are letters, digits and brackets; blanks stand on both sides or on none.
+              π not beside another Greek letter, which excludes Greek prose.
+              Operands are letters, digits and brackets; blanks are on both sides or on neither.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORDS_A_STEP = 50
 MOST_STEPS = 3
 LONG_WORDS_SCORE = 1.5
 LONG_WORDS = 6.5  # characters
-LARGEST = 2**53  # of the numbers in a map: what JSON can tell apart
+LARGEST = 2**53  # number in a map that JSON represents exactly
 
 SYMBOLS = "=+^<>%"
 UNICODE_SYMBOLS = "−×÷±√∑∏∫∂∇∞∝≈≠≡≤≥∈∉⊂⊆∪∩∧∨¬∀∃⇒⇔⊕⊗"
@@ -53,8 +53,8 @@ therefore why
 """
 KEYWORDS = frozenset((_PROGRAMMING + _REASONING).split())
 
-# Each begins with a set of characters, which the search then leaps to. They are compiled when a
-# text comes: most that import this file only want Difficulty.
+# Each begins with a character set, which the search skips to. They are compiled on first use: most
+# importers of this file only need Difficulty.
 _ALWAYS = f"([{re.escape(SYMBOLS + UNICODE_SYMBOLS)}])\\1*"
 _BETWEEN = (
     r"[*/π-](?:"
@@ -71,8 +71,8 @@ _KEYWORDS = frozenset(word.encode("ascii") for word in KEYWORDS)
 
 
 class Difficulty(NamedTuple):
-    """What a prompt scores, and the gear to begin in. math, code: symbols and keywords in it.
-    words: their number. mean_length: characters a word; 0 where there is none."""
+    """A prompt's score, and the gear to start in. math, code: its symbols and keywords. words:
+    their number. mean_length: characters per word; 0 without words."""
 
     score: float
     gear: str
@@ -87,8 +87,8 @@ class Difficulty(NamedTuple):
 
     @classmethod
     def from_map(cls, fields: Any) -> Difficulty | None:
-        """What as_map gave; None for anything else, since it may come from any stream. Fields that
-        are not known are passed over."""
+        """The inverse of as_map; None for anything else, as it may come from any stream. Unknown
+        fields are ignored."""
         if not isinstance(fields, dict):
             return None
         kinds = {"math": int, "code": int, "words": int, "score": float, "mean_length": float}
@@ -100,7 +100,7 @@ class Difficulty(NamedTuple):
         return cls(gear=gear, **values) if gear in GEARS else None
 
     def explain(self) -> str:
-        """How the score comes about, in one line."""
+        """The terms of the score, in one line."""
         long_words = LONG_WORDS_SCORE if self.mean_length > LONG_WORDS else 0
         return (
             f"score {short(self.score)} = {MATH_WEIGHT:g} x {self.math} math"
@@ -111,7 +111,7 @@ class Difficulty(NamedTuple):
 
 
 def classify(text: str) -> Difficulty:
-    """How hard a prompt looks: paper 003 section 11. Linear in the text's length."""
+    """Estimate the difficulty of a prompt (paper 003 section 11). Linear in the text's length."""
     lengths = [len(word) for word in text.split()]
     words = len(lengths)
     mean = round(sum(lengths) / words, 6) if words else 0.0
@@ -119,20 +119,20 @@ def classify(text: str) -> Difficulty:
     score = MATH_WEIGHT * symbols + CODE_WEIGHT * code
     score += LENGTH_WEIGHT * min(words / WORDS_A_STEP, MOST_STEPS)
     score += LONG_WORDS_SCORE if mean > LONG_WORDS else 0.0
-    # Rounded as in frames; the terms are multiples of 0.006 and 0.5, so nothing is lost.
+    # Rounded as in frames; the terms are multiples of 0.006 and 0.5, so this is exact.
     score = round(score, 6)
     return Difficulty(score, gear_of(score), symbols, code, words, mean)
 
 
 def gear_of(score: float) -> str:
-    """The gear that a score starts in."""
+    """The gear to start in, by score."""
     if score >= HIGH_SCORE:
         return "high"
     return "mid" if score >= MID_SCORE else "low"
 
 
 def short(score: float) -> str:
-    """A score without zeros at its end: 4.8, 4.804, 12."""
+    """A score without trailing zeros: 4.8, 4.804, 12."""
     return f"{score:.3f}".rstrip("0").rstrip(".")
 
 

@@ -1,7 +1,7 @@
-"""What a gear costs and gains: the arithmetic of paper 003, sections 9 and 15. No MLX.
+"""The cost and gain of a gear: the arithmetic of paper 003, sections 9 and 15. No MLX.
 
-A token reads every weight that it uses once, and that is what takes its time; so bytes stand for
-seconds. What is measured and what is predicted go through the same functions.
+A token reads every weight that it uses once, and that takes its time, so bytes stand for seconds.
+Measurements and predictions use the same functions.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def whole_speedup(share: float, ratio: float) -> float:
 
 
 def break_even_tokens(shift_seconds: float, seconds_high: float, seconds_gear: float) -> float:
-    """How many tokens a gear has to be held until what it saves has paid for the shift.
-    seconds_high, seconds_gear: of a token. Infinity where the gear saves nothing."""
+    """How many tokens a gear has to be held until its savings have paid for the shift.
+    seconds_high, seconds_gear: per token. Infinity if the gear saves nothing."""
     saved = seconds_high - seconds_gear
     return shift_seconds / saved if saved > 0 else math.inf
 
 
 def mean_bits(counts: Mapping[str, int], bits: Mapping[str, float]) -> float:
-    """Bits of a managed weight in the mean over tokens: what a fixed gear of the same bytes would
-    have. counts: tokens by gear. bits: of a weight, by gear. Raises ValueError for no tokens."""
+    """Mean bits of a managed weight over tokens: those of a fixed gear that reads the same bytes.
+    counts: tokens by gear. bits: of a weight, by gear. Raises ValueError for no tokens."""
     tokens = sum(counts.values())
     if tokens <= 0:
         raise ValueError("no tokens to take the mean of")

@@ -1,9 +1,9 @@
-"""Which matrices of a model change gear, found by their names (paper 003, section 6.1).
+"""The matrices of a model that change gear, found by name (paper 003, section 6.1).
 
-No architecture is known here by its name: projections of attention are found by what their parents
-are called, which holds for Llama, Mistral, Phi, Qwen, Gemma, OPT, GPT-NeoX, Bloom, Falcon,
-StableLM, MPT and T5 alike. Attention that hides behind another name, such as the `mixer` of
-Nemotron-H, is out of the paper's scope and in that of all layers.
+No architecture is special here: attention projections are found by the names of their parents,
+which works for Llama, Mistral, Phi, Qwen, Gemma, OPT, GPT-NeoX, Bloom, Falcon, StableLM, MPT and
+T5 alike. Attention under another name, such as the `mixer` of Nemotron-H, is outside the paper's
+scope and inside that of all layers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ATTENTION = ("attn", "attention")  # how the last word of a container's name end
 
 
 class Managed(NamedTuple):
-    """A matrix that changes gear. path: in the module tree. module: what is there now. layer: the
-    decoder layer that it belongs to, None outside of them."""
+    """A matrix that changes gear. path: in the module tree. module: the current one. layer: its
+    decoder layer, None outside of them."""
 
     path: str
     module: nn.Module
@@ -31,16 +31,16 @@ class Managed(NamedTuple):
 
 
 def changing(store: Store, scope: str) -> list[Managed]:
-    """As `discover`, of a checkpoint: none where it is quantised already (section 12.2)."""
+    """As `discover`, for a checkpoint: none if it is quantised already (section 12.2)."""
     return [] if store.quantization is not None else discover(store.model, scope)
 
 
 def discover(model: nn.Module, scope: str) -> list[Managed]:
-    """The matrices of a model that change gear, by layer, and in the order of the tree within one.
+    """The matrices of a model that change gear, by layer, in tree order within one.
 
     scope: "attention", or "all" for every matrix of the decoder layers: MLPs, experts and routers
-    too. Embedding, head, and what is quantised already are never among them. A module that several
-    layers share is named once.
+    too. Never the embedding, the head, or quantised matrices. A module that several layers share is
+    found once.
     """
     found = []
     for path, module in _matrices(model, "", set()):
@@ -65,9 +65,9 @@ def container(path: str) -> str | None:
 
 
 def _matrices(holder: Any, prefix: str, seen: set[tuple[int, Any]]) -> Iterator[tuple[str, Any]]:
-    """(path, module) of what can be quantised, in the order of the tree. seen: the places looked at
-    so far, as (id of the holder, key): a block that is in the tree twice is one place, and to
-    replace a matrix in it once is enough."""
+    """(path, module) of the matrices that can be quantised, in tree order. seen: the places visited
+    so far, as (id of the holder, key): a block that is in the tree twice is one place, so that its
+    matrices are replaced once."""
     for key, value in enumerate(holder) if isinstance(holder, list) else holder.items():
         hidden = isinstance(key, str) and key.startswith("_")
         if hidden or not isinstance(value, (dict, list)) or (id(holder), key) in seen:

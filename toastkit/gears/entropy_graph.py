@@ -19,8 +19,8 @@ def entropy_bits(logits: mx.array) -> mx.array:
 
 
 class NativeEntropy:
-    """The entropy of logits, float32 (vocab,), which the device begins to compute at once. Where
-    there are no native operations nothing is computed: numpy takes less time than MLX's own."""
+    """The entropy of logits, float32 (vocab,), which the device starts to compute at once. Without
+    native operations nothing is computed: numpy is faster than MLX's own operations."""
 
     def __init__(self, logits: mx.array):
         library = in_use()
@@ -30,8 +30,8 @@ class NativeEntropy:
             mx.async_eval(self._found)
 
     def bits(self) -> float | None:
-        """As of EntropyMeter; waits for it. None where it was not computed, and of logits that are
-        not finite, which have to be replaced first."""
+        """Wait for the entropy, as of EntropyMeter. None if it was not computed, or if logits are
+        not finite: these have to be replaced first."""
         if self._found is None:
             return None
         bits = memoryview(self._found)[2] / math.log(2)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How the gears are to run, as plain data: what flags are parsed into."""
+"""Gears, as plain data: what the flags are parsed into."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ WIDTHS = (2, 4, 6, 8)  # bits that a gear may have: keys of store.precision.LARG
 
 @dataclass(frozen=True)
 class GearOptions:
-    """mode: auto follows the entropy; low, mid, high are fixed; off does nothing at all. scope:
-    matrices of attention (paper 003, section 6.1), or of all decoder layers. bits: of the low and
-    of the mid gear. path: how packed weights are multiplied, by MLX's own kernels or from a
-    dequantised copy (section 7). cache_bytes: what gears that are not in use may keep on the
-    device; None for all that is packed, and no originals.
+    """mode: auto follows the entropy; low, mid, high are fixed; off disables gears. scope: the
+    attention matrices (paper 003, section 6.1), or all of the decoder layers. bits: of the low and
+    of the mid gear. path: packed weights are multiplied by MLX's quantised kernels, or from a
+    dequantised copy (section 7). cache_bytes: on the device, for gears that are not in use; None
+    for all packed ones, and no originals.
     """
 
     mode: str = "off"
@@ -40,14 +40,14 @@ class GearOptions:
 
     @property
     def on(self) -> bool:
-        """Whether the model's modules may be replaced."""
+        """True if the model's modules may be replaced."""
         return self.mode != "off"
 
     @property
     def fixed(self) -> str | None:
-        """The gear that every step runs in, None where the entropy decides or none is wanted."""
+        """The gear that every step runs in; None if the entropy decides, or gears are off."""
         return self.mode if self.mode in ("low", "mid", "high") else None
 
     def bits_of(self, gear: str) -> int | None:
-        """Bits a weight in a gear; None in high, which is the checkpoint's own."""
+        """Bits per weight in a gear; None in high, which is the checkpoint's own."""
         return {"low": self.bits[0], "mid": self.bits[1]}.get(gear)

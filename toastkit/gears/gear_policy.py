@@ -1,7 +1,7 @@
-"""The gears of a model: a policy over its holdings (paper 003, section 6).
+"""The gears of a model: a policy that changes the precision of its matrices (paper 003, section 6).
 
-Nothing is quantised before a gear is first entered. The originals leave the device with the shift,
-so that device memory falls, and are read again from the store with the shift up, bit for bit.
+Nothing is quantised before a gear is first entered. A shift down drops the originals, so that
+device memory falls; a shift up reads them from the store again, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from toastkit.store.store import Store
 
 @dataclass
 class ShiftTimes:
-    """Seconds of the shifts into a gear. first: while its set had to be made or read. again: while
-    it was kept."""
+    """Seconds of each shift into a gear. first: its matrices had to be made or read. again: they
+    were cached."""
 
     first: list[float]
     again: list[float]
 
 
 class GearPolicy(Policy):
-    """Chooses the gear of each pass: high for a prompt (section 7.2), else the fixed one, the one
-    that is wished for, or as before. See holdings.policy.Policy.
+    """Chooses the gear of each pass: high for prefill (section 7.2), else the fixed one, the one
+    wished for, or the current one. See holdings.policy.Policy.
 
-    gear: the one the model is in. tokens: steps run, by gear. times: of shifts, by gear.
+    gear: the current one. tokens: steps run, by gear. times: of shifts, by gear.
     """
 
     name = "gears"
@@ -55,7 +55,7 @@ class GearPolicy(Policy):
         self._before: dict[str, float] = {}
 
     def attach(self, holdings: Holdings) -> None:
-        """Finds the matrices of the scope. Raises UsageError where there are none."""
+        """Find the matrices in scope. Raises UsageError if there are none."""
         store, scope = holdings.store, self.options.scope
         found = {id(one.module) for one in discover(store.model, scope)}
         self._holdings = holdings
@@ -70,74 +70,74 @@ class GearPolicy(Policy):
     # ------------------------------------------------------------------------------------- deciding
 
     def decide(self, wish: Wish) -> bool:
-        """Whether the gear of that pass is another one."""
+        """True if the next pass is in another gear."""
         chosen = self.options.fixed or wish.gear or self.gear
         self._wanted = "high" if wish.prompt else chosen
         return self._wanted != self.gear
 
     def form(self, path: str, form: Form) -> Form:
-        """Of a managed matrix in the gear that was decided on."""
+        """The form of a managed matrix in the gear that was decided on."""
         return self.form_of(self._wanted)
 
     def form_of(self, gear: str) -> Form:
-        """Of the managed matrices in a gear."""
+        """The form of managed matrices in a gear."""
         bits = self.options.bits_of(gear)
         return ORIGINAL if bits is None else packed(bits, self.options.path == "fused")
 
     def expect(self, wish: Wish) -> Mapping[str, Form]:
-        """The matrices in the gear that is coming (section 3.5)."""
+        """The forms of the gear that is expected next (section 3.5)."""
         if wish.expected in (None, self.gear) or self.options.fixed is not None:
             return {}
         return dict.fromkeys(self.paths, self.form_of(wish.expected))
 
     def changed(self, seconds: float, made: int) -> None:
-        """The model is in the gear that was decided on."""
+        """Called when the model is in the gear that was decided on."""
         self.gear = self._wanted
         times = self.times[self.gear]
         (times.first if made else times.again).append(seconds)
 
     def failed(self) -> None:
-        """It is in the gear that it was in."""
+        """Called when the shift failed: the gear is the old one."""
         self._wanted = self.gear
 
     # ------------------------------------------------------------------------------------- counting
 
     def begin_run(self) -> None:
-        """Counts steps and shifts from here on."""
+        """Reset the counts of steps and shifts."""
         self._before = self._counts()
 
     def count_step(self) -> None:
-        """A step is being run in this gear."""
+        """Count a step in this gear."""
         self.tokens[self.gear] += 1
 
     def run_report(self) -> dict[str, Any]:
-        """Of the run since `begin_run`: steps by gear, shifts, seconds that these took; bytes of
-        the managed matrices on the device now; products of all runs by path."""
+        """A report of the run since `begin_run`: steps by gear, shifts, their seconds; bytes of the
+        managed matrices on the device now; matmuls of all runs by path."""
         now = self._counts()
         counts = {name: round(now[name] - self._before.get(name, 0), 6) for name in now}
         return {**counts, "bytes": self.device_bytes, "paths": self.counts.as_map()}
 
     def report(self) -> dict[str, Any]:
-        """Of all runs: the mode, and as `run_report`."""
+        """A report of all runs: mode and scope, and as `run_report`."""
         counts = {"mode": self.options.mode, "scope": self.options.scope, **self._counts()}
         return {**counts, "bytes": self.device_bytes, "paths": self.counts.as_map()}
 
     def _counts(self) -> dict[str, float]:
-        """Steps by gear, shifts, and the seconds that these took."""
+        """Steps by gear, shifts, and their seconds."""
         every = [s for times in self.times.values() for s in (*times.first, *times.again)]
         steps = {gear: self.tokens[gear] for gear in GEARS}
         return {**steps, "shifts": len(every), "seconds": round(math.fsum(every), 6)}
 
-    # ---------------------------------------------------------------------------- what is where
+    # ------------------------------------------------------------------------------------ sizes
 
     @property
     def counts(self) -> PathCounts:
-        """Products of packed matrices by the way they were computed."""
+        """Matmuls of packed matrices, by path."""
         return self._holdings.counts
 
     @property
     def bits(self) -> dict[str, float]:
-        """Bits a weight by gear; in high those of the file, on average."""
+        """Bits per weight by gear; in high, the file's mean."""
         low, mid = self.options.bits
         weights = [
             (self._holdings.store.dtype(f"{p}.weight").size, self._originals(p)) for p in self.paths
@@ -150,23 +150,23 @@ class GearPolicy(Policy):
 
     @property
     def originals_bytes(self) -> int:
-        """Bytes of the managed matrices as they are loaded."""
+        """Bytes of the managed matrices as loaded, in high gear."""
         return sum(map(self._originals, self.paths))
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that the managed matrices take on the device now, in whatever gears."""
+        """Bytes of the managed matrices on the device now, in all gears."""
         return self._holdings.matrix_bytes(self.paths)
 
     def packed_bytes(self, gear: str) -> int:
-        """What the managed matrices take in a packed gear, with scales, in bytes."""
+        """Bytes of the managed matrices in a packed gear, with scales."""
         bits = self.options.bits_of(gear)
         assert bits is not None  # high has no packed modules
         return sum(self._holdings.loaded.packed_bytes(path, bits) for path in self.paths)
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Gears that are kept whole beside the one in use, the last used last."""
+        """The gears that are wholly cached, besides the one in use, least recently used first."""
         forms = self._holdings.kept(self.paths[0])
         whole = [f for f in forms if all(f in self._holdings.kept(path) for path in self.paths)]
         gears = {self.form_of(gear): gear for gear in GEARS}
@@ -176,8 +176,8 @@ class GearPolicy(Policy):
 def gear_policy(
     store: Store, options: GearOptions, notify: Callable[[str], None] | None
 ) -> GearPolicy | None:
-    """The gears of a model, None where there are none to shift: a quantised checkpoint's are shown
-    at best (section 12.2). Raises UsageError where it would have to shift nevertheless."""
+    """The gear policy of a model; None if gears are off, or the checkpoint is quantised: then gears
+    are at best shown (section 12.2). Raises UsageError if they would have to shift nevertheless."""
     if not options.on:
         return None
     if store.quantization is None:

@@ -1,8 +1,8 @@
-"""The entropy of a step's logits, and the gear that its recent course asks for.
+"""The entropy of a step's logits, and the gear that its rolling mean calls for.
 
-Paper 003 sections 3.1-3.5. Low entropy means the model is sure of the next token, and a coarser
-precision will do; high entropy asks for the checkpoint's own. The monitor only reads; who acts on
-a gear is elsewhere. numpy is imported by the entropy meter alone.
+Paper 003 sections 3.1-3.5. Low entropy means that the model is sure of the next token, and lower
+precision will do; high entropy calls for the checkpoint's own. The monitor only observes; gears are
+shifted elsewhere. Only the entropy meter imports numpy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..frames import GEARS
 if TYPE_CHECKING:
     import numpy as np
 
-# The two last entropies over this share of the greatest possible one mean that something broke.
+# If the last two entropies exceed this share of the maximum, something broke.
 CATASTROPHIC = 0.9
 GUARD = 1e4
 LONGEST_WINDOW = 1024
@@ -28,7 +28,7 @@ _HELD = "held by hysteresis"
 
 
 class EntropyMeter:
-    """Shannon entropy of logits of one vocabulary, with scratch buffers made once."""
+    """Shannon entropy of logits over one vocabulary, with reused scratch buffers."""
 
     def __init__(self, vocab: int):
         import numpy as np
@@ -53,11 +53,11 @@ class EntropyMeter:
                 f"the vocabulary has {len(values)} ids"
             )
         peak = logits[logits.argmax()]
-        # A NaN makes both comparisons false wherever it is; a -inf weighs nothing, see below.
+        # argmax finds a NaN wherever it is, and comparisons with it are false; -inf: see below.
         if not -np.inf < peak < np.inf:
             logits = np.nan_to_num(logits, nan=0.0, posinf=GUARD, neginf=-GUARD)
             peak = logits[logits.argmax()]
-        # Differences of huge logits overflow to -inf; those weigh nothing, but 0 * -inf is NaN.
+        # Differences of huge logits overflow to -inf; their weight is 0, but 0 * -inf is NaN.
         with np.errstate(over="ignore", invalid="ignore"):
             np.subtract(logits, peak, out=values)
             np.exp(values, out=exponentials)
@@ -76,9 +76,9 @@ class MonitorOptions:
     """Paper 003 table 9 and section 3.5.
 
     window: entropies in the rolling mean. low, high: thresholds, in bits at the reference
-    vocabulary. hysteresis: bits by which the mean must cross a threshold to leave an extreme gear.
-    reference_vocab: ids. lookahead: steps that the forecast looks ahead.
-    scale_to_vocab: multiply the thresholds by log2 vocab / log2 reference_vocab.
+    vocabulary. hysteresis: bits by which the mean must cross a threshold to leave low or high gear.
+    reference_vocab: ids. lookahead: steps that the forecast looks ahead. scale_to_vocab: multiply
+    the thresholds by log2 vocab / log2 reference_vocab.
     """
 
     window: int = 5
@@ -90,7 +90,7 @@ class MonitorOptions:
     scale_to_vocab: bool = True
 
     def validate(self) -> None:
-        """Raises UsageError that names the option, its value and what it may be."""
+        """Raise a UsageError that names an invalid option, its value and the valid ones."""
         check_whole("window", self.window, 1, LONGEST_WINDOW)
         check_whole("reference vocabulary", self.reference_vocab, 2, 2**31 - 1)
         check_whole("lookahead", self.lookahead, 0, LONGEST_WINDOW)
@@ -106,7 +106,7 @@ class MonitorOptions:
 
 
 def check_whole(name: str, value: Any, low: int, high: int) -> None:
-    """Raises UsageError that names a number and what it may be."""
+    """Raise a UsageError unless value is a whole number in [low, high]. name: for the message."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise UsageError(f"invalid {name}: {value!r} is not a whole number in [{low}, {high}]")
 
@@ -119,12 +119,12 @@ def _check_bits(name: str, value: Any) -> None:
 
 @dataclass(slots=True)
 class Reading:
-    """What one step's logits lead to. entropy, mean, forecast: bits. slope: bits a step.
+    """The outcome of one step's logits. entropy, mean, forecast: bits. slope: bits per step.
 
-    gear: low, mid or high, to run the next pass in. shifted: it differs from the one before.
+    gear: low, mid or high, to run the next pass in. shifted: it differs from the previous one.
     reason: a few words, such as "mean 1.20 <= 1.44", "held by hysteresis", "held: 2 of 4 tokens",
-    "prompt score 4.8 -> high". expected: the gear that the forecast falls into by the thresholds
-    alone (section 3.5): the one to prepare.
+    "prompt score 4.8 -> high". expected: the forecast's gear by the thresholds alone (section 3.5):
+    the one to prepare.
     """
 
     entropy: float
@@ -138,12 +138,12 @@ class Reading:
 
     @property
     def catastrophic(self) -> bool:
-        """Whether the gear is high because the last two entropies mean that something broke."""
+        """True if the gear is high because the last two entropies mean that something broke."""
         return self.reason == _CATASTROPHE
 
 
 class EntropyMonitor:
-    """Follows the entropies of one answer and classifies them. Deterministic, O(window) a step.
+    """Follows the entropies of one answer and classifies them. Deterministic, O(window) per step.
 
     low, high: the thresholds in bits for this vocabulary.
     """
@@ -171,7 +171,7 @@ class EntropyMonitor:
         window = self._window
         previous = window[-1] if window else 0.0
         window.append(entropy)
-        # Summed anew, not kept running: the reading then hangs on the window alone, with no drift.
+        # No running sum: so the reading depends on the window alone, without drift.
         mean = sum(window) / len(window)
         slope = (window[-1] - window[0]) / (len(window) - 1) if len(window) > 1 else 0.0
         if min(previous, entropy) > self._catastrophic:
@@ -186,18 +186,19 @@ class EntropyMonitor:
 
     @property
     def filled(self) -> bool:
-        """Whether the window has all the entropies that it can hold."""
+        """True if the window is full."""
         return len(self._window) == self.options.window
 
     def plain(self, mean: float) -> str:
-        """The gear of a mean entropy, in bits, by the thresholds alone (section 3.3)."""
+        """The gear of a mean entropy, in bits, by the thresholds alone, without hysteresis (section
+        3.3)."""
         if mean <= self.low:
             return "low"
         return "high" if mean >= self.high else "mid"
 
     def classify(self, mean: float, current: str | None) -> tuple[str, str]:
-        """Gear and reason of a mean entropy, in bits, where `current` is the gear so far: section
-        3.3 with hysteresis. current: None where there is none yet."""
+        """Gear and reason for a mean entropy, in bits: section 3.3 with hysteresis. current: the
+        gear so far, None at the start."""
         gear = self.plain(mean)
         if current is None:
             return gear, "start"
@@ -213,7 +214,7 @@ class EntropyMonitor:
         return gear, f"{self.low:.2f} < mean {mean:.2f} < {self.high:.2f}"
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next reading hangs on, as plain data for msgpack or JSON."""
+        """Everything that the next reading depends on, as plain data for msgpack or JSON."""
         return {
             "vocab": self.vocab,
             "options": asdict(self.options),
@@ -230,7 +231,7 @@ class EntropyMonitor:
             window, previous, gear = state["window"], state["previous"], state["gear"]
             valid = isinstance(monitor.vocab, int) and len(window) <= monitor.options.window
             valid = valid and all(map(math.isfinite, window))
-            # The three come with the first entropy, and the last one is in the window too.
+            # All three are set by the first entropy, and previous is the last one in the window.
             whole = bool(window) and gear in GEARS and previous == window[-1]
             valid = valid and (whole or (not window and gear is None and previous is None))
         except UsageError as error:

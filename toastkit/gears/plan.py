@@ -1,8 +1,8 @@
-"""What each gear would make of a checkpoint: bytes on the device, bytes of a token, ideal speedup.
+"""Gear plan of a checkpoint: for each gear, bytes on the device, bytes per token, ideal speedup.
 
-Worked out from shapes alone: no weight is read. What a token reads is every weight once, but for
-the experts that it does not go to, and of an embedding one row (all of it where it is the head as
-well). The cache is left out: it hangs on the length.
+Computed from shapes alone: no weight is read. A token reads every weight once, except for the
+experts that it does not use, and one row of an embedding (all of it if it is the head as well). The
+KV cache is left out, as it depends on the length.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from toastkit.store.store import Store
 class GearPlan:
     """One gear; sizes in bytes.
 
-    bits: of a managed weight, without its scales. device: all weights. managed: those of them that
-    change gear. token: what a token reads. managed_token: those of it that change gear. ratio: of
-    `token` to that of high gear. speedup: of the whole model over high gear, if bytes were all
-    that takes time. shift: read and written by the first shift into it: originals and what is made
-    of them; what is baked and what becomes of it; into high gear, originals in the files and on the
-    device.
+    bits: of a managed weight, without its scales. device: all weights. managed: the managed ones,
+    which change gear. token: read per token. managed_token: the managed part of that. ratio: of
+    `token` to that of high gear. speedup: of the whole model over high gear, if only bytes took
+    time. shift: read and written by the first shift into it: originals, or baked weights, and what
+    is made of them; into high gear, originals in the files and on the device.
     """
 
     gear: str
@@ -52,8 +51,8 @@ class GearPlan:
 @dataclass(frozen=True)
 class Plan:
     """A checkpoint's gears. scope: of GearOptions. dtype, narrow: of Loading. modules, parameters:
-    that change gear. share: of a token's bytes in high gear that change, the f of section 15.
-    gears: high first, and nothing else where nothing can change, which note gives the reason of.
+    how many change gear. share: the managed share of a token's bytes in high gear, the f of section
+    15. gears: high first; only high if nothing can change, with the reason in note.
     """
 
     scope: str
@@ -73,12 +72,11 @@ def plan(
     types: Loading = AS_STORED,
     explain: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    """The gears of a checkpoint.
+    """Plan the gears of a checkpoint.
 
     store: its model is used up, as by anatomy. scope: "attention" or "all". bits: of low and mid.
-    types: what the weights are loaded for.
-    explain(line): is told if nobody knows how many experts a token goes to; all count then.
-    Raises UsageError for a scope or bits that there are not.
+    types: the dtypes that weights are loaded in. explain(line): called if it is unknown how many
+    experts a token uses; then all count. Raises UsageError for an invalid scope or bits.
     """
     options = GearOptions(scope=scope, bits=bits)
     weights = _weights(store, types, explain)
@@ -113,7 +111,7 @@ def plan(
 
 
 def _note(store: Store, scope: str, managed: list) -> str | None:
-    """Why nothing changes gear."""
+    """Why nothing changes gear, None if something does."""
     if store.quantization is not None:
         return "it is quantised already: gears are told, and nothing is replaced"
     return None if managed else f"it has no matrix in the scope {scope!r}"
@@ -121,8 +119,8 @@ def _note(store: Store, scope: str, managed: list) -> str | None:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A tensor as it will be on the device. item: bytes of a number. used: the share of it that a
-    token reads. stored: bytes in the files."""
+    """A tensor as it will be on the device. item: bytes per element. used: the share that a token
+    reads. stored: bytes in the files."""
 
     shape: tuple[int, ...]
     item: int
@@ -142,13 +140,13 @@ class _Weight:
         return self.nbytes * self.used
 
     def packed(self, bits: int) -> int:
-        """Bytes in a gear: its scales are of its own type."""
+        """Bytes when packed, with scales in its own dtype."""
         columns = self.shape[-1]
         return self.count // columns * row_bytes(bits, columns, self.item)
 
 
 def _baked(store: Store, gear: str, bits: int, paths: list[str]) -> int | None:
-    """Bytes of a gear that is stored beside the originals of all managed matrices."""
+    """Bytes of a gear that is baked for all managed matrices; None if it is not."""
     if GEAR_BITS[gear] != bits:
         return None
     entries = {n: e for header in store.files.headers for n, e in header.entries.items()}
@@ -163,7 +161,7 @@ def _weights(store: Store, types: Loading, explain: Callable[[str], None]) -> di
     found = anatomy(store, explain)
     active = (found["experts"] or {}).get("active")
     modules: dict[str, Any] = dict(leaf_modules(store.model))
-    # A head that is an embedding is the first one: those after it are of positions or of layers.
+    # A tied head is the first embedding: later ones are for positions or layers.
     embeddings = [path for path in modules if part_of(store, path) == "embedding"]
     head = embeddings[0] if found["tied_head"] and embeddings else None
     used = dict.fromkeys(store.names, 1.0)

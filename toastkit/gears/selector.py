@@ -1,10 +1,9 @@
-"""Which gear to run the next pass in: the monitor's reading, and the rules on top of it.
+"""The gear of the next pass: the monitor's reading, and the rules on top of it.
 
-Paper 003 sections 3.5, 10.2 and 11. The gear that the prompt asks for holds until the monitor's
-window is full; from then on the observed entropy decides. A gear is held for a number of tokens
-before the next shift, so that neighbouring entries of the KV cache are of one precision. Only a
-catastrophe waits for nothing. Hysteresis protects the gear that really runs, which may differ from
-the one that the monitor would be in.
+Paper 003 sections 3.5, 10.2 and 11. The gear of the prompt's difficulty holds until the monitor's
+window is full; from then on the observed entropy decides. A gear is held for a minimum number of
+tokens, so that neighbouring entries of the KV cache have one precision; only a catastrophe shifts
+at once. Hysteresis applies to the gear that really runs, which may differ from the monitor's.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ LONGEST_DURATION = 1 << 20
 
 @dataclass(frozen=True)
 class SelectorOptions:
-    """monitor: how the entropy is followed. min_duration: tokens that a gear is held at least
+    """monitor: options of the EntropyMonitor. min_duration: the fewest tokens that a gear is held
     (section 10.2, which gives no default); with 1 every step may shift."""
 
     monitor: MonitorOptions = MonitorOptions()
     min_duration: int = 4
 
     def validate(self) -> None:
-        """Raises UsageError that names the option, its value and what it may be."""
+        """Raise a UsageError that names an invalid option, its value and the valid ones."""
         self.monitor.validate()
         check_whole("minimum duration", self.min_duration, 1, LONGEST_DURATION)
 
 
 class GearSelector:
-    """Decides the gear of every pass of one answer. Deterministic; O(window) a step.
+    """Decides the gear of every pass of one answer. Deterministic; O(window) per step.
 
-    vocab: ids. start: the difficulty of the prompt, where it is known. monitor: reads the entropy.
-    last: what was decided last, None before the first. Raises UsageError.
+    vocab: ids. start: the difficulty of the prompt, if known. monitor: follows the entropy. last:
+    the last decision, None before the first. Raises UsageError.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class GearSelector:
         self.monitor = EntropyMonitor(vocab, self.options.monitor)
         self.last: Reading | None = None
         self._start = start
-        self._held = 0  # passes in the gear, the one that was decided last included
+        self._held = 0  # passes in the current gear, including the last decision's
 
     @property
     def gear(self) -> str | None:
@@ -59,8 +58,8 @@ class GearSelector:
         return None if self.last is None else self.last.gear
 
     def goes_on_as(self, other: GearSelector) -> bool:
-        """Whether the other follows the same rules for the same vocabulary, so that this one may
-        stand in for it. What they have seen, and how they started, is not compared."""
+        """True if the other has the same rules and vocabulary, so that this one may replace it.
+        Neither their entropies nor their starts are compared."""
         return self.monitor.vocab == other.monitor.vocab and self.options == other.options
 
     def update(self, entropy: float) -> Reading:
@@ -79,9 +78,9 @@ class GearSelector:
         return reading
 
     def _wanted(self, reading: Reading) -> tuple[str, str]:
-        """Gear and reason, were there no minimum duration."""
+        """Gear and reason, before the minimum duration is applied."""
         if reading.catastrophic:
-            self._start = None  # the prompt looked easier than it is: it is not asked again
+            self._start = None  # the prompt looked easier than it is: ignore its score from now on
             return "high", reading.reason
         if self._start is not None and not self.monitor.filled:
             score, gear = short(self._start.score), self._start.gear
@@ -89,7 +88,7 @@ class GearSelector:
         return self.monitor.classify(reading.mean, self.gear)
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next decision hangs on, as plain data for msgpack or JSON."""
+        """Everything that the next decision depends on, as plain data for msgpack or JSON."""
         return {
             "monitor": self.monitor.state(),
             "min_duration": self.options.min_duration,
@@ -122,7 +121,7 @@ class GearSelector:
 
 
 def _is_sound(decision: Reading) -> bool:
-    """Whether a decision that was read holds what one may hold."""
+    """True if a restored decision has valid fields."""
     numbers = (decision.entropy, decision.mean, decision.slope, decision.forecast)
     return (
         all(type(x) in (int, float) and -math.inf < x < math.inf for x in numbers)

@@ -1,9 +1,9 @@
-"""Calibrated thresholds, kept per model:
+"""Calibrated thresholds, stored per model:
 
     $XDG_CACHE_HOME/toastkit/thresholds/FINGERPRINT.json
 
-One JSON object: schema (1) and the fields of Thresholds. It is replaced as a whole; who reads finds
-the old one or the new one.
+One JSON object: schema (1) and the fields of Thresholds. The file is replaced as a whole: a reader
+finds the old or the new one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLAIN = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.-]{0,127}")
 
 
 def path(fingerprint: str) -> Path:
-    """Where a model's thresholds are kept. Raises DataError for a fingerprint that is not a plain
+    """The file of a model's thresholds. Raises DataError for a fingerprint that is not a plain
     word: it may come from any stream, and must not lead out of the directory."""
     if not _is_plain(fingerprint):
         raise DataError(f"invalid fingerprint: {str(fingerprint)[:40]!r} is not a plain word")
@@ -36,8 +36,8 @@ def _is_plain(fingerprint: str) -> bool:
 
 
 def save(fingerprint: str, thresholds: Thresholds) -> Path:
-    """Keeps a model's thresholds in place of those it had; returns the file. Raises DataError,
-    CannotCreateError, IOFailure, with the former ones as they were."""
+    """Store a model's thresholds, replacing earlier ones; returns the file. Raises DataError,
+    CannotCreateError, IOFailure; the earlier ones are then unchanged."""
     import json
     from dataclasses import asdict
 
@@ -51,9 +51,9 @@ def save(fingerprint: str, thresholds: Thresholds) -> Path:
 
 
 def load(fingerprint: str) -> Thresholds | None:
-    """A model's thresholds; None where there are none, as for a fingerprint under which none could
-    be kept. Raises DataError, which names the file, for what `save` did not write; NoInputError,
-    IOFailure where it cannot be read."""
+    """Load a model's thresholds; None if there are none, or the fingerprint is not a plain word.
+    Raises DataError, which names the file, for what `save` did not write; NoInputError, IOFailure
+    if it cannot be read."""
     from toastkit.private_files import read_file
 
     if not _is_plain(fingerprint):
@@ -99,9 +99,9 @@ def _decode(data: bytes) -> Thresholds:
 def monitor_options(
     fingerprint: str, vocab: int, base: MonitorOptions
 ) -> tuple[MonitorOptions, str]:
-    """base with the thresholds that were calibrated for this model, and where they come from in a
-    few words. Thresholds of another vocabulary than `vocab` ids are left aside: they are bits at
-    their own. Raises what `load` does."""
+    """base with the thresholds that were calibrated for this model, and their origin in a few
+    words. Thresholds for another vocabulary than `vocab` ids are ignored: they are bits at their
+    own. Raises as `load`."""
     stored = load(fingerprint)
     if stored is not None and stored.vocab == vocab:
         found = replace(base, low=stored.low, high=stored.high, scale_to_vocab=False)
@@ -110,8 +110,8 @@ def monitor_options(
 
 
 def origin_of(options: MonitorOptions, vocab: int) -> str:
-    """Where thresholds come from that are not calibrated, in a few words: "defaults for 32,768
-    ids, scaled to 4,096". vocab: ids that they are used for."""
+    """The origin of thresholds that are not calibrated, in a few words: "defaults for 32,768 ids,
+    scaled to 4,096". vocab: the ids that they are used for."""
     defaults = MonitorOptions()
     same = (options.low, options.high) == (defaults.low, defaults.high)
     word = "defaults" if same else "given"
