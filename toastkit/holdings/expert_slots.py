@@ -43,12 +43,12 @@ class ExpertSlots:
 
     def __init__(self, holdings: Holdings, weights: Weights):
         self._holdings, self._weights = holdings, weights
-        self._own: dict[str, type] = {}  # the original classes of the switches, by path
+        self._classes: dict[str, type] = {}  # the original classes of the switches, by path
         self._by_path: dict[str, LayerSlots] = {}
         # The last layer that was computed from slots, and its output, perhaps not yet evaluated.
         self._pending: tuple[LayerSlots, mx.array] | None = None
         self._unchecked: list[tuple[LayerSlots, int]] = []  # fetched since the last check_files
-        self._told = (0, 0)
+        self._reported = (0, 0)
         self._switches: list[Switch] | None = None
         self.layers: list[LayerSlots] = []
         self.counts = SlotCounts()
@@ -95,7 +95,7 @@ class ExpertSlots:
         slots = min(holding.form.slots for holding in switch.stacks)
         table = table or SlotTable(switch.experts, slots)
         layer = LayerSlots(switch, memory, table, self.counts)
-        self._own[switch.path] = type(switch.module)
+        self._classes[switch.path] = type(switch.module)
         switch.module.__class__ = derived(_Slotted, type(switch.module))
         vars(switch.module).update(_slots=self, _layer=layer)
         return layer
@@ -103,7 +103,7 @@ class ExpertSlots:
     def _leave(self, layer: LayerSlots) -> None:
         self._forget(layer)
         module = layer.switch.module
-        module.__class__ = self._own.pop(layer.switch.path)
+        module.__class__ = self._classes.pop(layer.switch.path)
         for name in ("_slots", "_layer"):
             vars(module).pop(name)
 
@@ -161,18 +161,18 @@ class ExpertSlots:
         (..., K) uint32. Raises DataError, IOFailure, NoInputError; the slots then hold the experts
         that they held, or fewer."""
         # The pending output is evaluated too, before its slots are overwritten.
-        asked = self.foresight.ask(layer)
-        mx.eval(indices, self._pending and self._pending[1], list(asked.values()))
+        predicted = self.foresight.ask(layer)
+        mx.eval(indices, self._pending and self._pending[1], list(predicted.values()))
         self._pending = None
         chosen = np.array(indices)
         wanted = by_last_use(chosen)
         self._count(layer, wanted)
         if len(wanted) <= layer.table.slots:
-            wrong = layer.leave_off(wanted)  # first of all, as the disk is busy with it
+            unwanted = layer.leave_off(wanted)  # first of all, as the disk is busy with it
             try:
-                self._bring(layer, wanted, wrong, lambda: self.foresight.go_on(layer, asked))
+                self._load(layer, wanted, unwanted, lambda: self.foresight.go_on(layer, predicted))
             finally:
-                for expert in wrong:
+                for expert in unwanted:
                     layer.drop(expert)
             self.foresight.leave(layer)
             out = call(x, _slots_of(layer, chosen))
@@ -191,7 +191,7 @@ class ExpertSlots:
         self.counts.wanted += len(wanted)
         self.counts.hit += sum(expert in layer.table for expert in wanted)
 
-    def _count_right(self, layer: LayerSlots, wanted: Sequence[int]) -> None:
+    def _count_foreseen(self, layer: LayerSlots, wanted: Sequence[int]) -> None:
         """Count those of these experts that were foreseen."""
         self.counts.right += len(layer.foreseen.intersection(wanted))
         layer.foreseen.difference_update(wanted)
@@ -199,7 +199,7 @@ class ExpertSlots:
     def count_hits(self, layer: LayerSlots, wanted: list[int]) -> None:
         """Count a pass of a layer all of whose experts were hits."""
         self._count(layer, wanted)
-        self._count_right(layer, wanted)
+        self._count_foreseen(layer, wanted)
         layer.table.use(wanted)
 
     def _in_groups(
@@ -214,7 +214,7 @@ class ExpertSlots:
         outs, places = [], []
         for n, group in enumerate(groups):
             later = set(order[(n + 1) * size :])
-            self._bring(layer, group, later)
+            self._load(layer, group, later)
             if n + 1 < len(groups):
                 self._begin(layer, groups[n + 1], {*group, *groups[n + 1]}, later)
             place = np.nonzero(np.isin(flat, group))[0]
@@ -227,7 +227,7 @@ class ExpertSlots:
         back = mx.array(np.argsort(np.concatenate(places)))
         return mx.concatenate(outs)[back].reshape(*chosen.shape, -1)
 
-    def _bring(
+    def _load(
         self,
         layer: LayerSlots,
         experts: Sequence[int],
@@ -239,13 +239,13 @@ class ExpertSlots:
         disk busy while the last of these finish."""
         coming = [expert for expert in experts if expert in layer.coming]
         slots = layer.claim([e for e in experts if e not in layer.table], experts, spare)
-        self._count_right(layer, experts)
+        self._count_foreseen(layer, experts)
         start = time.perf_counter()
         fetch = None
         try:
             fetch = self._fetch(layer, slots)
             meanwhile()
-            failed = self._take(layer, coming)
+            failed = self._finish_ahead(layer, coming)
             if fetch is not None:
                 layer.finish(fetch)
             if failed:  # reading ahead failed: try again, as they are needed now
@@ -269,7 +269,7 @@ class ExpertSlots:
         self._note(layer, slots)
         return layer.memory.begin(list(slots), list(slots.values()), NOW)
 
-    def _take(self, layer: LayerSlots, coming: Iterable[int]) -> list[int]:
+    def _finish_ahead(self, layer: LayerSlots, coming: Iterable[int]) -> list[int]:
         """Wait for experts that are being read ahead. Returns those that failed; they have lost
         their slots."""
         failed = []
@@ -339,7 +339,7 @@ class ExpertSlots:
         if self.is_reading:
             return False
         for layer in self.layers:
-            self._take(layer, list(layer.coming))
+            self._finish_ahead(layer, list(layer.coming))
         self._check_files()
         return True
 
@@ -357,8 +357,8 @@ class ExpertSlots:
         """wanted and hit since the last call; None if no layer has slots."""
         if not self.layers:
             return None
-        before, self._told = self._told, (self.counts.wanted, self.counts.hit)
-        return {"wanted": self._told[0] - before[0], "hit": self._told[1] - before[1]}
+        before, self._reported = self._reported, (self.counts.wanted, self.counts.hit)
+        return {"wanted": self._reported[0] - before[0], "hit": self._reported[1] - before[1]}
 
 
 def _is_resizing(before: Form, form: Form) -> bool:

@@ -69,14 +69,14 @@ class Foresight:
 
     def __init__(self, slots: ExpertSlots):
         self._slots = slots
-        self._own: dict[int, tuple[nn.Module, type]] = {}  # blocks, with their classes
+        self._classes: dict[int, tuple[nn.Module, type]] = {}  # blocks, with their classes
         self._asking = False
         self._told: dict[int, list[int]] = {}  # choices of the next pass, by place
         self._told_depth = MOST_AHEAD
         self._reached = 0  # the last place whose router was asked in this pass
         self._named: dict[int, list[int]] = {}  # predicted choices of layers ahead, by place
         self._places = Places()
-        self._left: float | None = None  # when the last layer had its experts
+        self._loaded_at: float | None = None  # when the last layer had its experts
         self._compute = 0.0  # seconds between two layers, averaged
         self.depth: str | int | None = None
         self._watching = False
@@ -101,16 +101,16 @@ class Foresight:
         self._told, self._named, self._reached = {}, {}, 0
         blocks = {id(layer.switch.block): layer for layer in self._slots.layers}
         blocks.pop(id(None), None)
-        for key in set(self._own).difference(blocks if self._watching else ()):
-            module, cls = self._own.pop(key)
+        for key in set(self._classes).difference(blocks if self._watching else ()):
+            module, cls = self._classes.pop(key)
             module.__class__ = cls  # type: ignore[assignment]
             for name in ("_foresight", "_layer"):
                 vars(module).pop(name)
         for key, layer in blocks.items() if self._watching else ():
             block = layer.switch.block
             assert block is not None  # None was removed above
-            if key not in self._own:
-                self._own[key] = block, type(block)
+            if key not in self._classes:
+                self._classes[key] = block, type(block)
                 block.__class__ = derived(_Watched, type(block))
             vars(block).update(_foresight=self, _layer=layer)
 
@@ -211,18 +211,18 @@ class Foresight:
         """Called when a layer has its experts, before it is computed."""
         if layer is self._slots.layers[-1]:
             self._told = {}
-        self._left = time.perf_counter()
+        self._loaded_at = time.perf_counter()
 
     def forget(self) -> None:
         """Discard all predictions of the next pass."""
-        self._told, self._named, self._reached, self._left = {}, {}, 0, None
+        self._told, self._named, self._reached, self._loaded_at = {}, {}, 0, None
 
     def _time(self) -> None:
         """Measure the time since the previous layer had its experts."""
-        if self._left is not None:
-            seconds = time.perf_counter() - self._left
+        if self._loaded_at is not None:
+            seconds = time.perf_counter() - self._loaded_at
             self._compute += SMOOTHING * (seconds - self._compute)
-            self._left = None
+            self._loaded_at = None
 
     def _measured_depth(self) -> int:
         """How many layers one layer's reading takes to compute, rounded up; 1 to begin with."""

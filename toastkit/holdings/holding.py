@@ -128,7 +128,7 @@ class Holding:
         """Bytes of the matrix in use on the device, with its dequantised copy."""
         return self.parts.matrix_bytes + dense_bytes(self.module)
 
-    def hang(self, parts: Parts, counts: PathCounts, grown: Callable[[int], None]) -> Parts:
+    def attach(self, parts: Parts, counts: PathCounts, grown: Callable[[int], None]) -> Parts:
         """Attach a form's arrays to the tree; returns the parts that they replace. grown(bytes):
         called for a dequantised copy that the module makes, or drops (negative)."""
         before = self.parts
@@ -142,7 +142,7 @@ class Holding:
         dict.update(self.module, parts.matrix)
         self.form, self.parts = parts.form, parts.with_rest(rest)
         if parts.kind is not None:
-            self._become(*parts.kind)
+            self._set_class(*parts.kind)
             vars(self.module).update(_counts=counts, _grown=grown)
         return before
 
@@ -153,9 +153,9 @@ class Holding:
         for name in self.parts.matrix:
             self.module.pop(name, None)
         if self.parts.kind is not None:
-            self._become(self._class, self._attributes)
+            self._set_class(self._class, self._attributes)
 
-    def _become(self, cls: type, attributes: Mapping[str, Any]) -> None:
+    def _set_class(self, cls: type, attributes: Mapping[str, Any]) -> None:
         self.module.__class__ = cls  # type: ignore[assignment]
         vars(self.module).clear()
         vars(self.module).update(attributes)
@@ -205,7 +205,7 @@ def holdings_of(store: Store) -> list[Holding]:
     for name in sorted(
         store.names, key=lambda name: -1 if (i := store.layer_of(name)) is None else i
     ):
-        path, module, tensor = _place_of(store.model, name)
+        path, module, tensor = _locate(store.model, name)
         if id(module) not in found:
             found[id(module)] = Holding(path, module, store)
         holding = found[id(module)]
@@ -272,7 +272,7 @@ class LoadedSizes:
         return math.prod(self._store.shape(name)) * self._dtype_of(name).size
 
 
-def _place_of(model: nn.Module, name: str) -> tuple[str, nn.Module, Tensor]:
+def _locate(model: nn.Module, name: str) -> tuple[str, nn.Module, Tensor]:
     """The innermost module that contains a parameter, with its path, and the parameter's place."""
     node: Any = model
     module, count = model, 0

@@ -46,7 +46,7 @@ Key = tuple[Holding, Form]
 LITTLE_BYTES, FEW_TENSORS = 64 << 20, 512  # up to which MLX reads faster
 
 
-class _Kept(NamedTuple):
+class _Cached(NamedTuple):
     """Cached parts: on the device, not in use. change: the number of the change that put them
     aside."""
 
@@ -90,8 +90,8 @@ class Holdings:
         narrow = kept_narrow(store, self.modules.values(), types)
         self._weights = Weights(store, types.cast, narrow, notify)
         self.loaded = LoadedSizes(store, self.modules, self._weights.loaded_dtype)
-        self._kept: dict[Key, _Kept] = {}  # least recently used first
-        self._coming: dict[Key, Parts] = {}  # prepared for a change that is expected
+        self._kept: dict[Key, _Cached] = {}  # least recently used first
+        self._prepared: dict[Key, Parts] = {}  # for a change that is expected
         self._changes = 0
         ledger.measure(READING, lambda: store.reader.held_bytes)
         self._freed = False
@@ -146,7 +146,7 @@ class Holdings:
         wanted = {self.modules[path] for path in paths}
         # Lists, as another thread may call this while forms change.
         others = [(h, k.parts) for (h, _), k in list(self._kept.items())]
-        others += [(h, parts) for (h, _), parts in list(self._coming.items())]
+        others += [(h, parts) for (h, _), parts in list(self._prepared.items())]
         return sum(holding.matrix_bytes for holding in wanted) + sum(
             parts.matrix_bytes for holding, parts in others if holding in wanted
         )
@@ -160,13 +160,13 @@ class Holdings:
                 name: mx.zeros(self.store.shape(name), self.loaded_dtype(name))
                 for name in holding.names
             }
-            holding.hang(holding.original(arrays), self.counts, self._grown)
+            holding.attach(holding.original(arrays), self.counts, self._grown)
         try:
             yield
         finally:
             for holding in self.modules.values():
                 nothing = Parts(ABSENT, {}, {}, holding.owner)
-                holding.hang(nothing, self.counts, self._grown)
+                holding.attach(nothing, self.counts, self._grown)
 
     # ----------------------------------------------------------------------------------- changes
 
@@ -183,14 +183,14 @@ class Holdings:
                 return None
             moves = self.slots.resize(moves, self._replace) if self.has_slots else moves
             ready = self._ready(moves)
-            made = self._all_made([move for move in moves if move not in ready])
+            made = self._make_all([move for move in moves if move not in ready])
             self._changes += 1
             for key, parts in {**ready, **made}.items():
-                self._put(key, parts)
+                self._install(key, parts)
             self.streams.follow()
             if self.has_slots:
                 self.slots.follow()
-            self._drop_coming()
+            self._drop_prepared()
             self._weights.forget_ahead()
             self._shrink()
             if self._freed:
@@ -210,39 +210,39 @@ class Holdings:
             ]
             if not moves:
                 return
-            self._drop_coming(keep=moves)
+            self._drop_prepared(keep=moves)
             self._weights.read_ahead([h for h, form in moves if form == ORIGINAL])
-            missing = [m for m in moves if m[1].kind == "packed" and m not in self._coming]
+            missing = [m for m in moves if m[1].kind == "packed" and m not in self._prepared]
             size = sum(
                 self.loaded.packed_bytes(h.path, f.bits) for h, f in moves if f.kind == "packed"
             )
             if missing and (self.budget is None or size <= self.budget - self.kept_bytes):
-                self._coming.update(self._all_made(missing[: math.ceil(len(moves) * share)]))
+                self._prepared.update(self._make_all(missing[: math.ceil(len(moves) * share)]))
 
     def _ready(self, moves: list[Key]) -> dict[Key, Parts]:
         """The moves whose parts are cached or prepared."""
         kept = {key: self._kept[key].parts for key in moves if key in self._kept}
-        return {**kept, **{key: self._coming[key] for key in moves if key in self._coming}}
+        return {**kept, **{key: self._prepared[key] for key in moves if key in self._prepared}}
 
-    def _all_made(self, moves: list[Key]) -> dict[Key, Parts]:
+    def _make_all(self, moves: list[Key]) -> dict[Key, Parts]:
         """Read or make modules in other forms, and enter them in the ledger; layer by layer, the
         next being read while one is made. If one fails, nothing of this is kept."""
         made: dict[Key, Parts] = {}
         self._weights.sample([h for h, form in moves if form.kind == "packed"])
-        with self._weights.whole() if self._is_quickest_whole(moves) else nullcontext():
+        with self._weights.whole() if self._mlx_reads_faster(moves) else nullcontext():
             try:
-                for reading in self._requested(moves):
+                for reading in self._readings(moves):
                     for move, parts in zip(reading.moves, self._weights.finish(reading)):
                         self._settle(parts)
                         self._enter(move[0], parts)
                         made[move] = parts
             except BaseException:
                 for (holding, _), parts in made.items():
-                    self._let_go(holding, parts)
+                    self._release(holding, parts)
                 raise
         return made
 
-    def _is_quickest_whole(self, moves: Sequence[Key]) -> bool:
+    def _mlx_reads_faster(self, moves: Sequence[Key]) -> bool:
         """True if loading the whole file by MLX is faster than reading the wanted tensors: for a
         whole model at its start, and for small originals in a model of few tensors. MLX reads files
         that are stored expert by expert and then copies out of them; and it has no large pages,
@@ -253,25 +253,25 @@ class Holdings:
         if len(moves) == len(self.modules) and not self._changes:
             return not (self.store.files.is_expert_major or large_pages)
         few = len(self.store.names) <= FEW_TENSORS and not self._weights.is_reading_ahead
-        return few and self._is_little(moves)
+        return few and self._is_small(moves)
 
-    def _is_little(self, moves: Iterable[Key]) -> bool:
+    def _is_small(self, moves: Iterable[Key]) -> bool:
         return (
             sum(self.loaded.matrix_bytes(h.path) for h, f in moves if not f.mapped) <= LITTLE_BYTES
         )
 
-    def _requested(self, moves: list[Key]) -> Iterator[Reading]:
+    def _readings(self, moves: list[Key]) -> Iterator[Reading]:
         """The readings for moves, by layer: each is requested before the previous one is taken.
         Small originals are one reading: waiting for each layer takes longer."""
-        layers = [list(some) for _, some in groupby(moves, lambda move: move[0].layer)]
-        if moves and all(f.kind == "original" for _, f in moves) and self._is_little(moves):
+        layers = [list(group) for _, group in groupby(moves, lambda move: move[0].layer)]
+        if moves and all(f.kind == "original" for _, f in moves) and self._is_small(moves):
             layers = [moves]
         begun: Reading | None = None
         try:
-            for some in layers:
-                there = {h: weight for h, _ in some if (weight := self._original(h)) is not None}
-                one = self._weights.request(some, there, at_once=True)
-                begun, last = one, begun
+            for group in layers:
+                there = {h: weight for h, _ in group if (weight := self._original(h)) is not None}
+                reading = self._weights.request(group, there, at_once=True)
+                begun, last = reading, begun
                 if last is not None:
                     yield last
             if begun is not None:
@@ -287,24 +287,24 @@ class Holdings:
             return holding.parts.matrix.get("weight")
         return None if kept is None else kept.parts.matrix.get("weight")
 
-    def _put(self, key: Key, parts: Parts) -> None:
+    def _install(self, key: Key, parts: Parts) -> None:
         """Attach a module's new form to the tree, and cache the old one; a module that is away or
         in slots caches none."""
         holding, form = key
         self._kept.pop(key, None)
-        self._coming.pop(key, None)
-        before = holding.hang(parts, self.counts, self._grown)
+        self._prepared.pop(key, None)
+        before = holding.attach(parts, self.counts, self._grown)
         if not form.whole or before.form.slots:
-            self._let_go(holding, before)
+            self._release(holding, before)
             for other in [key for key in self._kept if key[0] is holding]:
-                self._let_go(holding, self._kept.pop(other).parts)
+                self._release(holding, self._kept.pop(other).parts)
         elif before.matrix:
-            self._kept[holding, before.form] = _Kept(before.with_rest({}), self._changes)
+            self._kept[holding, before.form] = _Cached(before.with_rest({}), self._changes)
 
     def _replace(self, holding: Holding, parts: Parts) -> None:
         """Replace a module's parts by others that were made from them."""
         self._enter(holding, parts)
-        self._put((holding, parts.form), parts)
+        self._install((holding, parts.form), parts)
 
     def _grown(self, count: int) -> None:
         """Account for a dequantised copy that was made, or dropped (negative)."""
@@ -321,15 +321,15 @@ class Holdings:
         self.ledger.add(parts.owner, sign * parts.matrix_bytes)
         self.ledger.add(holding.owner, sign * parts.rest_bytes)
 
-    def _let_go(self, holding: Holding, parts: Parts) -> None:
+    def _release(self, holding: Holding, parts: Parts) -> None:
         """Take parts out of the ledger, and have MLX return their memory to the system."""
         self._freed = True
         self._enter(holding, parts, -1)
 
-    def _drop_coming(self, keep: Iterable[Key] = ()) -> None:
+    def _drop_prepared(self, keep: Iterable[Key] = ()) -> None:
         """Drop prepared parts that are not needed."""
-        for holding, form in set(self._coming).difference(keep):
-            self._let_go(holding, self._coming.pop((holding, form)))
+        for holding, form in set(self._prepared).difference(keep):
+            self._release(holding, self._prepared.pop((holding, form)))
 
     # ---------------------------------------------------------------------------- streamed layers
 
@@ -340,14 +340,14 @@ class Holdings:
         with self.ledger.lock:
             for (holding, _), parts in zip(reading.moves, made):
                 self._enter(holding, parts)
-                holding.hang(parts, self.counts, self._grown)
+                holding.attach(parts, self.counts, self._grown)
 
     def drop(self, forms: Iterable[Key]) -> None:
         """Detach a layer's arrays again; the modules return to their streamed forms."""
         with self.ledger.lock:
             for holding, form in forms:
                 away = Parts(form, {}, {}, holding.owner)
-                before = holding.hang(away, self.counts, self._grown)
+                before = holding.attach(away, self.counts, self._grown)
                 self._enter(holding, before, -1)  # its memory is not freed: it is read into again
 
     # -------------------------------------------------------------------------------- the budget
@@ -360,8 +360,8 @@ class Holdings:
     def _shrink(self) -> None:
         """Evict cached forms down to the budget: those of the last change if they alone exceed it,
         then the least recently used; those of one change go together."""
-        gone = (MAPPED, ORIGINAL) if self.budget is None else (MAPPED,)  # mapping again is free
-        self._drop([key for key in self._kept if key[1] in gone])
+        never = (MAPPED, ORIGINAL) if self.budget is None else (MAPPED,)  # mapping again is free
+        self._drop([key for key in self._kept if key[1] in never])
         if self.budget is not None:
             last = [k for k, kept in self._kept.items() if kept.change == self._changes]
             if sum(self._kept[key].parts.matrix_bytes for key in last) > self.budget:
@@ -372,7 +372,7 @@ class Holdings:
 
     def _drop(self, keys: Iterable[Key]) -> None:
         for key in keys:
-            self._let_go(key[0], self._kept.pop(key).parts)
+            self._release(key[0], self._kept.pop(key).parts)
 
     def close(self) -> None:
         """Close the checkpoint; what is on the device stays usable."""

@@ -111,14 +111,14 @@ class LayerSlots:
     def leave_off(self, wanted: Collection[int]) -> list[int]:
         """Stop the unfinished prefetches of experts that are not wanted after all. Returns them, to
         be dropped: their slots will be free soon."""
-        wrong = [
+        unwanted = [
             expert
             for expert in self.foreseen.difference(wanted)
             if expert in self.coming and not self.coming[expert].request.is_done
         ]
-        for expert in wrong:
+        for expert in unwanted:
             self.coming[expert].leave_off()
-        return wrong
+        return unwanted
 
     def drop(self, expert: int) -> None:
         """Mark an expert as neither in a slot nor on its way."""

@@ -36,7 +36,7 @@ class OptimisticSteps:
     def __init__(self, slots: ExpertSlots):
         self._slots = slots
         self._chosen: list[tuple[LayerSlots, mx.array]] = []
-        self._row = 0  # steps in a row without a miss, counted anew from the first optimistic one
+        self._streak = 0  # steps without a miss, counted anew from the first optimistic one
         self.trusts = False
         self.patience = FIRST_PATIENCE
         self.is_running = False
@@ -49,15 +49,15 @@ class OptimisticSteps:
 
     def note(self, found: bool) -> None:
         """Record a step. found: it had no miss."""
-        self._row += found
+        self._streak += found
         if self.trusts and not found:
             doubled = min(MOST_PATIENCE, 2 * self.patience)
-            self.patience = doubled if self._row < self.patience else max(1, self.patience // 2)
+            self.patience = doubled if self._streak < self.patience else max(1, self.patience // 2)
             self.trusts = False
         if not self.trusts:
-            self._row *= found
-            if self._row >= self.patience:
-                self._row, self.trusts = 0, True
+            self._streak *= found
+            if self._streak >= self.patience:
+                self._streak, self.trusts = 0, True
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -85,11 +85,11 @@ class SlotMemory:
         for holding in holdings:
             stacks = [_stack(holding, k, n, host) for k, n in weights.sources(holding).items()]
             self.expert_bytes += sum(stack.row for stack in stacks)
-            there = [s for s in stacks if self._piece(s, 0, memoryview(bytearray(s.row)))]
-            self._direct += there
-            self.read_bytes += sum(self._pieces[id(stack), 0].stored_bytes for stack in there)
+            direct = [s for s in stacks if self._piece(s, 0, memoryview(bytearray(s.row)))]
+            self._direct += direct
+            self.read_bytes += sum(self._pieces[id(stack), 0].stored_bytes for stack in direct)
             made = {stack.key: stack.name for stack in stacks}
-            for stack in there:
+            for stack in direct:
                 del made[stack.key]
             self._made += [_Source(holding, name) for name in dict.fromkeys(made.values())]
         jobs = {key: job for rows in self._rows_of([0]) for key, job in rows.jobs.items()}
@@ -171,9 +171,9 @@ class SlotMemory:
                 rows = np.stack([np.frombuffer(views[n], np.uint8) for views in fetch.staged])
                 array[where] = mx.array(rows).view(array.dtype).reshape(-1, *array.shape[1:])
                 written.append(array)
-        of_sources = [of.make(read) for of in fetch.made]
-        for n, slot in enumerate(fetch.slots if of_sources else ()):
-            sources = zip(self._made, of_sources)
+        by_source = [of.make(read) for of in fetch.made]
+        for n, slot in enumerate(fetch.slots if by_source else ()):
+            sources = zip(self._made, by_source)
             parts = [self._weights.expert_rows(*source, of[n]) for source, of in sources]
             self._store.evaluate(parts)
             for source, made in zip(self._made, parts):

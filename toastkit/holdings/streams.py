@@ -52,10 +52,10 @@ class Streams:
     def __init__(self, holdings: Holdings, weights: Weights):
         self._holdings, self._weights = holdings, weights
         self._modules: Sequence[nn.Module] = holdings.store.model.layers
-        self._own: dict[int, type] = {}  # the original classes, by layer
+        self._classes: dict[int, type] = {}  # the original classes, by layer
         self._parts: dict[int, list[Holding]] = {}
         self._readings: dict[int, Reading] = {}
-        self._left: float | None = None  # when the last one was dropped
+        self._ended: float | None = None  # when the last one was dropped
         self._gap = 0.0
         self._largest = 0  # of the streamed layers, in bytes
         self.layers: list[int] = []
@@ -72,19 +72,19 @@ class Streams:
                 parts.setdefault(holding.layer, []).append(holding)
         for index in set(self._parts).difference(parts):
             module = self._modules[index]
-            module.__class__ = self._own.pop(index)
+            module.__class__ = self._classes.pop(index)
             for name in ("_streams", "_index"):
                 vars(module).pop(name)
         for index in set(parts).difference(self._parts):
             module = self._modules[index]
-            self._own[index] = type(module)
+            self._classes[index] = type(module)
             module.__class__ = derived(_Streamed, type(module))
             vars(module).update(_streams=self, _index=index)
         self._parts, self.layers = parts, sorted(parts)
         for index in [i for i, r in self._readings.items() if r.moves != self._moves(i)]:
             self._readings.pop(index).cancel()
         loaded = self._holdings.loaded
-        sizes = [sum(loaded.module_bytes(h.path) for h in some) for some in parts.values()]
+        sizes = [sum(loaded.module_bytes(h.path) for h in modules) for modules in parts.values()]
         self._largest = max(sizes, default=0)
         if not parts:
             self._holdings.store.reader.ahead_bytes = AHEAD_BYTES
@@ -103,8 +103,8 @@ class Streams:
         self.watch(index, False)
         forms = [(holding, holding.form) for holding in self._parts[index]]
         start = self._now_after_gap()
-        reading = self._bring(index)
-        there = time.perf_counter()
+        reading = self._load(index)
+        loaded = time.perf_counter()
         try:
             self._read_ahead(index, reading, running=True)
             yield
@@ -112,12 +112,12 @@ class Streams:
             self._holdings.drop(forms)
             raise
         self._holdings.drop(forms)
-        self._left = time.perf_counter()
-        self._count(index, there - start, self._left - there)
+        self._ended = time.perf_counter()
+        self._count(index, loaded - start, self._ended - loaded)
         self._read_ahead(index, reading)
         self.watch(index, True)
 
-    def _bring(self, index: int) -> Reading:
+    def _load(self, index: int) -> Reading:
         """Load a layer, from its read-ahead if there is one; if that failed, read it again."""
         reading = self._readings.pop(index, None)
         if reading is not None:
@@ -130,8 +130,8 @@ class Streams:
 
     def _now_after_gap(self) -> float:
         now = time.perf_counter()
-        if self._left is not None:
-            self._gap = max(self._gap, now - self._left)
+        if self._ended is not None:
+            self._gap = max(self._gap, now - self._ended)
         return now
 
     def _count(self, index: int, wait: float, compute: float) -> None:

@@ -238,7 +238,7 @@ class Weights:
         """Quantise a matrix, (..., columns) in the dtype of the file or of the device, to bits."""
         assert holding.weight is not None  # as its form is packed
         name = holding.weight.name
-        self._look_at(holding, weight)
+        self._check_sample(holding, weight)
         try:
             # In the dtype of the file, as baking does: so both give the same gear.
             return quantise_rows(weight.astype(self._store.dtype(name)), bits, pad=True)
@@ -251,7 +251,7 @@ class Weights:
         if self._notify is not None and not self._sampled:
             self._sampled = set(holdings[:: max(1, len(holdings) // SAMPLED_MODULES)])
 
-    def _look_at(self, holding: Holding, weight: mx.array) -> None:
+    def _check_sample(self, holding: Holding, weight: mx.array) -> None:
         """Warn, once, if a sampled weight seems to have been quantised before."""
         if self._notify is None or holding not in self._sampled or not looks_quantised(weight):
             return
