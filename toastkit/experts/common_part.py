@@ -112,25 +112,25 @@ class CommonPart:
 
     def recorded(self, kept: Kept) -> AbstractContextManager[None]:
         """Context in which passes are recorded, if that pays; the last one stays in `kept`."""
-        come_and_go = self._streams.layers and self._streams.layers[0] <= self._last
-        if come_and_go or self._used < PAYS:
+        streamed = self._streams.layers and self._streams.layers[0] <= self._last
+        if streamed or self._used < PAYS:
             return nullcontext()
-        return self._taking_part(kept, replays=False)
+        return self._wrapped(kept, replays=False)
 
     def replayed(self, kept: Kept) -> AbstractContextManager[None]:
         """Context in which a pass, from caches that were rolled back, replays what is kept."""
-        return self._taking_part(kept, replays=True) if kept else nullcontext()
+        return self._wrapped(kept, replays=True) if kept else nullcontext()
 
     @contextmanager
-    def _taking_part(self, kept: Kept, replays: bool) -> Iterator[None]:
-        own = [(module, type(module)) for module, _ in self._classes]
-        for (module, mixin), (_, cls) in zip(self._classes, own):
+    def _wrapped(self, kept: Kept, replays: bool) -> Iterator[None]:
+        classes = [(module, type(module)) for module, _ in self._classes]
+        for (module, mixin), (_, cls) in zip(self._classes, classes):
             _set_class(module, derived(mixin, cls))
         self._kept, self._replays = kept, replays
         try:
             yield
         finally:
-            for module, cls in own:
+            for module, cls in classes:
                 _set_class(module, cls)
             self._kept, self._seen = NOTHING, None
 

@@ -78,9 +78,9 @@ class ExpertsOptions:
     def setting(self) -> str:
         """The options as after --experts on the command line, without defaults: equal options give
         equal text."""
-        said = f"mobile:{exact_number(self.gamma)}" if self.mode == "mobile" else self.mode
+        text = f"mobile:{exact_number(self.gamma)}" if self.mode == "mobile" else self.mode
         if self.runs_little and self.little_k is not None:
-            said += f" --little-k {self.little_k}"
+            text += f" --little-k {self.little_k}"
         if self.prompt != ExpertsOptions.prompt:
-            said += f" --prefill-experts {self.prompt}"
-        return said
+            text += f" --prefill-experts {self.prompt}"
+        return text

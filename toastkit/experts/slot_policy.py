@@ -39,7 +39,7 @@ class SlotPolicy(Policy):
         self._notify = notify
         self.paths: list[str] = []
         self._room_of = room
-        self._made: int | None = None  # the amount that the current slots were made for
+        self._applied: int | None = None  # the amount that the current slots were made for
         self._warned = False
         self._checks = Checks()
         self._pressures: dict[int, Pressure] = {}  # by bits
@@ -58,12 +58,12 @@ class SlotPolicy(Policy):
             self._amount = self._room.size()
         self._check()
         if self.options.prefetch != "off":
-            self._foresee()
+            self._set_up_prefetch()
         self.sizes.set_slots(self._count(0))
         if self._room.with_layers:  # layers with all their experts are the residency policy's
             self.paths = [path for path in self.paths if holdings.modules[path].slots]
 
-    def _foresee(self) -> None:
+    def _set_up_prefetch(self) -> None:
         foresight, depth = self._holdings.slots.foresight, self.options.prefetch
         if not foresight.can_ask:
             raise UsageError(
@@ -101,7 +101,7 @@ class SlotPolicy(Policy):
     def decide(self, wish: Wish) -> bool:
         """True if the number of slots changes: when the model is loaded, and, with "auto", as
         memory comes and goes."""
-        if self._made is None:
+        if self._applied is None:
             self._choose_cache()  # before loading; with streamed layers the other policy does too
             return True
         if self._warned:
@@ -109,10 +109,10 @@ class SlotPolicy(Policy):
             self._pressure.emergency(self._resident)
             self._amount = 0
         elif self.options.kind == "auto" and (free := self._room.available) and self._checks.due():
-            self._follow(free())
-        return self._amount != self._made
+            self._adapt(free())
+        return self._amount != self._applied
 
-    def _follow(self, available: int) -> None:
+    def _adapt(self, available: int) -> None:
         """Adapt the slots to memory, of which that many bytes are available."""
         before, size = self._resident, self.sizes.slot_bytes(self._bits)
         count = self._pressure.update(available, before, self._room.size() // size)
@@ -146,9 +146,9 @@ class SlotPolicy(Policy):
 
     def changed(self, seconds: float, made: int) -> None:
         """Called when the slots are there: empty, or with the experts kept from earlier ones."""
-        if self._made is None:
+        if self._applied is None:
             self._initial = self._slots
-        self._made = self._amount
+        self._applied = self._amount
         self._choose_cache()
         if self._notify and any(layer.memory.reads_all for layer in self._holdings.slots.layers):
             self._notify(
@@ -165,8 +165,8 @@ class SlotPolicy(Policy):
 
     def failed(self) -> None:
         """Called when the slots could not be changed: they are as before."""
-        if self._made is not None:
-            self._amount = self._made
+        if self._applied is not None:
+            self._amount = self._applied
 
     def memory_warning(self) -> None:
         """Shed all slots but the least before the next pass."""
@@ -187,12 +187,12 @@ class SlotPolicy(Policy):
     def run_report(self) -> dict[str, Any]:
         """A report of the run since `begin_run`: see `report`."""
         now = self._holdings.slots.counts.as_map()
-        return self._about({name: now[name] - self._before.get(name, 0) for name in now})
+        return self._report_of({name: now[name] - self._before.get(name, 0) for name in now})
 
     def report(self) -> dict[str, Any]:
         """A report of all runs: slots per layer, of how many experts, and how many slots when the
         last run began; and SlotCounts."""
-        return self._about(self._holdings.slots.counts.as_map())
+        return self._report_of(self._holdings.slots.counts.as_map())
 
     @property
     def _slots(self) -> int:
@@ -200,6 +200,6 @@ class SlotPolicy(Policy):
         layers = self._holdings.slots.layers
         return max((layer.table.slots for layer in layers), default=self.sizes.experts)
 
-    def _about(self, counts: dict[str, Any]) -> dict[str, Any]:
+    def _report_of(self, counts: dict[str, Any]) -> dict[str, Any]:
         there = {"slots": self._slots, "experts": self.sizes.experts, "initial": self._initial}
         return {**there, **counts, "wait": round(counts["wait"], 6)}

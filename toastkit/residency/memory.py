@@ -31,9 +31,9 @@ def available_memory() -> int:
     and what cgroups and this process's limits leave. A snapshot."""
     import psutil
 
-    lefts = (left_by_cgroups(), left_by_limits())
+    limits = (left_by_cgroups(), left_by_limits())
     machine = int(psutil.virtual_memory().available)
-    return min([machine, *(left for left in lefts if left is not None)])
+    return min([machine, *(left for left in limits if left is not None)])
 
 
 def left_by_limits(root: Path = Path("/")) -> int | None:
@@ -66,11 +66,11 @@ def left_by_cgroups(root: Path = Path("/")) -> int | None:
 def _read(version: int, folder: Path) -> tuple[int | None, int | None, int]:
     """(limit, used, reclaimable) bytes of a group."""
     limits, usage, kind, mapped = FILES[version]
-    said = [n for name in limits if (n := _number(folder / name)) is not None]
+    found = [n for name in limits if (n := _number(folder / name)) is not None]
     stat = _stat(folder)
     cached = stat.get(f"{kind}active_file", 0) + stat.get(f"{kind}inactive_file", 0)
     reclaimable = max(0, cached - stat.get(mapped, 0))
-    return min(said, default=None), _number(folder / usage), reclaimable
+    return min(found, default=None), _number(folder / usage), reclaimable
 
 
 def _groups(root: Path) -> Iterator[tuple[int, Path]]:

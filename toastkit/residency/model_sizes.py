@@ -13,7 +13,7 @@ from toastkit.residency.sizing import Sizes
 from toastkit.store.skeleton import MISFITS, cannot_run
 
 
-def movable(holdings: Holdings) -> dict[str, int]:
+def streamable(holdings: Holdings) -> dict[str, int]:
     """The modules that can be streamed with their layer: its index, by path. Modules shared by
     several layers stay resident, and so do expert slots."""
     seen: dict[int, int] = {}
@@ -31,7 +31,7 @@ def movable(holdings: Holdings) -> dict[str, int]:
 
 def sizes_of(holdings: Holdings) -> Sizes:
     """The sizes of a model of which nothing is loaded. Raises DataError if mlx_lm cannot run it."""
-    layer_of = movable(holdings)
+    layer_of = streamable(holdings)
     layers, outside = [0] * holdings.store.layer_count, 0
     for path in holdings.modules:
         size = holdings.loaded.module_bytes(path)

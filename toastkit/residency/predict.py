@@ -106,8 +106,8 @@ def predict(
         whole, last = whole - 1, chunk + 1
     for count, times in ((chunk, whole), (last, 1)):
         if count and times:
-            long = [f + count * t for f, t in zip(measured.chunk_fixed, measured.chunk_token)]
-            each = play(reads, long, measured.outside_chunk, source.chunk, most=most).seconds
+            computes = [f + count * t for f, t in zip(measured.chunk_fixed, measured.chunk_token)]
+            each = play(reads, computes, measured.outside_chunk, source.chunk, most=most).seconds
             total += times * each
     return Prediction(one, total, sum(r or 0.0 for r in reads), sum(token) + measured.outside_token)
 
@@ -147,23 +147,23 @@ def play(
         return Played(0.0, tail)
     if ahead is None:
         ahead = min(depth([(read, before + own) for read, before, own in phases], tail), most)
-    pipe = _Pipe([read for read, _, _ in phases], slowdown)
+    reader = _Reader([read for read, _, _ in phases], slowdown)
     last: tuple[float, float] | None = None
     played = Played(0.0, 0.0)
     for number in range(passes):
-        pipe.begin()
+        reader.begin()
         for place, (_, before, own) in enumerate(phases):
             this = number * len(phases) + place
-            pipe.compute(before)
-            pipe.await_read(this)
+            reader.compute(before)
+            reader.await_read(this)
             # A running layer is not read for the next pass meanwhile. Once it has run, one more
             # layer is read into its memory.
-            pipe.ask(min(this + ahead, this + len(phases) - 1))
-            pipe.compute(own)
-            pipe.ask(this + min(ahead + 1, len(phases)) if ahead else this)
-        pipe.compute(tail)
-        played = Played(pipe.waited, pipe.computed)
-        state = pipe.state(number + 1)
+            reader.request(min(this + ahead, this + len(phases) - 1))
+            reader.compute(own)
+            reader.request(this + min(ahead + 1, len(phases)) if ahead else this)
+        reader.compute(tail)
+        played = Played(reader.waited, reader.computed)
+        state = reader.state(number + 1)
         if last is not None and math.dist(last, state) < 1e-9:
             break
         last = state
@@ -192,14 +192,14 @@ def depth(phases: Sequence[tuple[float, float]], tail: float) -> int:
     return min(wanted, MOST_AHEAD, len(phases))
 
 
-class _Pipe:
+class _Reader:
     """Simulates a reader that reads layers in turn, pass after pass, concurrently with computing.
     reads: seconds of each. waited, computed: seconds since `begin`."""
 
     def __init__(self, reads: list[float], slowdown: Slowdown):
         self._reads = reads
         self._read_slower, self._compute_slower = 1 + slowdown.reading, 1 + slowdown.computing
-        self._asked = self._done = 0  # layers, over all passes
+        self._requested = self._done = 0  # layers, over all passes
         self._left = reads[0]  # seconds of the next one
         self.begin()
 
@@ -211,13 +211,13 @@ class _Pipe:
         """How far reading is ahead after that many passes: layers, and seconds of the next."""
         return self._done - passes * len(self._reads), self._left
 
-    def ask(self, number: int) -> None:
+    def request(self, number: int) -> None:
         """Request layers up to this one."""
-        self._asked = max(self._asked, number + 1)
+        self._requested = max(self._requested, number + 1)
 
     def await_read(self, number: int) -> None:
         """Wait, without computing, until that layer has been read."""
-        self.ask(number)
+        self.request(number)
         while self._done <= number:
             self.waited += self._left
             self._next()
@@ -225,7 +225,7 @@ class _Pipe:
     def compute(self, work: float) -> None:
         """Compute for that many seconds of work, slowed down while reading goes on."""
         while work > 0:
-            if self._done >= self._asked:
+            if self._done >= self._requested:
                 self.computed += work
                 return
             work_end, read_end = work * self._compute_slower, self._left * self._read_slower

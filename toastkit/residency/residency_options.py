@@ -54,9 +54,9 @@ class ResidencyOptions:
     def setting(self) -> str:
         """The options as after --resident on the command line, without defaults: equal options give
         equal text."""
-        said = str(self)
+        text = str(self)
         if self.kind == "auto" and self.priority != ResidencyOptions.priority:
-            said += f" --priority {self.priority}"
+            text += f" --priority {self.priority}"
         if self.on and self.placement != ResidencyOptions.placement:
-            said += f" --placement {self.placement}"
-        return said
+            text += f" --placement {self.placement}"
+        return text

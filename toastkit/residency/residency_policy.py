@@ -15,7 +15,7 @@ from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import Policy, Wish
 from toastkit.holdings.pressure import Checks, Pressure
 from toastkit.residency.memory import available_memory
-from toastkit.residency.model_sizes import cache_holds, movable, sizes_of
+from toastkit.residency.model_sizes import cache_holds, sizes_of, streamable
 from toastkit.residency.placement import placed
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.residency.sizing import (
@@ -64,7 +64,7 @@ class ResidencyPolicy(Policy):
     def attach(self, holdings: Holdings) -> None:
         """Attach to a model. Raises UsageError for a budget that it cannot run in."""
         self._holdings, self._store = holdings, holdings.store
-        self._layer_of = movable(holdings)
+        self._layer_of = streamable(holdings)
         self.paths = list(self._layer_of)
         self.sizes = sizes_of(holdings)
         self._pressure = Pressure(self.layers)
@@ -104,9 +104,9 @@ class ResidencyPolicy(Policy):
             self._pressure.emergency(len(before))
             self._wanted = frozenset()
         elif self.options.kind == "auto" and self._checks.due():
-            self._wanted = self._moved(self._followed(len(before)))
+            self._wanted = self._layers_for(self._adapted_count(len(before)))
         elif self.options.kind == "bytes":
-            self._wanted = self._moved(self._within_budget(sorted(before)))
+            self._wanted = self._layers_for(self._within_budget(sorted(before)))
         return self._wanted != self.resident or not self._loaded
 
     def _first_count(self) -> int:
@@ -126,14 +126,14 @@ class ResidencyPolicy(Policy):
     def _context(self) -> int:
         return self.options.context or self._store.config.context or USUAL_CONTEXT
 
-    def _followed(self, count: int) -> int:
+    def _adapted_count(self, count: int) -> int:
         """How many layers are to be resident with the memory available now."""
         now, ledger = self._available(), self._holdings.ledger
         reserve = cache_reserve(self.sizes, self.options.priority, self._context)
         reserve = max(reserve, ledger.of(CACHE) + ledger.of(SESSIONS))
         # Without this model, what it has on the device would be available too.
-        could = adaptive(self.sizes, now + ledger.total(), reserve, self.options.placement)
-        return self._pressure.update(now, count, could)
+        fitting = adaptive(self.sizes, now + ledger.total(), reserve, self.options.placement)
+        return self._pressure.update(now, count, fitting)
 
     def _within_budget(self, stay: Sequence[int]) -> int:
         """How many of the resident layers still fit, as caches have grown. Sets the rest of the
@@ -156,7 +156,7 @@ class ResidencyPolicy(Policy):
         self._holdings.streams.spare_bytes = max(0, int(room - kept))
         return count
 
-    def _moved(self, count: int) -> frozenset[int]:
+    def _layers_for(self, count: int) -> frozenset[int]:
         """The layers for a new count: of the resident ones, the highest are dropped first."""
         now = sorted(self._wanted or ())
         if count <= len(now):
@@ -212,14 +212,14 @@ class ResidencyPolicy(Policy):
     def run_report(self) -> dict[str, Any]:
         """A report of the run since `begin_run`: see `report`."""
         now = self._counts()
-        return self._about({name: now[name] - self._before.get(name, 0) for name in now})
+        return self._report_of({name: now[name] - self._before.get(name, 0) for name in now})
 
     def report(self) -> dict[str, Any]:
         """A report of all runs: resident layers, of how many; bytes read; seconds that passes
         waited for layers, and computed them; streamed layers run; layers shed and grown."""
-        return self._about(self._counts())
+        return self._report_of(self._counts())
 
-    def _about(self, counts: dict[str, float]) -> dict[str, Any]:
+    def _report_of(self, counts: dict[str, float]) -> dict[str, Any]:
         return {"resident": len(self.resident), "layers": self.layers, **counts}
 
     def _counts(self) -> dict[str, float]:
