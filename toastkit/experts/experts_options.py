@@ -20,7 +20,7 @@ class LittleK(NamedTuple):
     percent: bool = False
 
     def __str__(self) -> str:
-        """As the flag is written."""
+        """The text of the flag."""
         return exact_number(self.amount) + "%" * self.percent
 
     def of(self, own_k: int) -> int:
@@ -47,7 +47,7 @@ class ExpertsOptions:
     prompt: str = "big"
 
     def __post_init__(self) -> None:
-        """Raises UsageError."""
+        """Raise UsageError for invalid options."""
         check_choice("experts mode", self.mode, MODES)
         check_choice("experts prompt", self.prompt, PROMPTS)
         if not 0 <= self.gamma <= 1:  # nor NaN

@@ -22,14 +22,14 @@ class SlotOptions:
     prefetch: str = "off"
 
     def __post_init__(self) -> None:
-        """Raises UsageError."""
+        """Raise UsageError for invalid options."""
         check_choice("kind of slots", self.kind, KINDS)
         check_choice("prefetch", self.prefetch, PREFETCHES)
         if self.amount < 0:
             raise UsageError(f"no such number of slots: {self.amount}")
 
     def __str__(self) -> str:
-        """As the flag is written."""
+        """The text of the flag."""
         if self.kind == "bytes":
             return exact_size(self.amount)
         return self.kind if self.kind == "auto" else str(self.amount)

@@ -28,7 +28,7 @@ class GearOptions:
     cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises UsageError."""
+        """Raise UsageError for invalid options."""
         check_choice("gear", self.mode, MODES)
         check_choice("gear scope", self.scope, SCOPES)
         check_choice("gear path", self.path, PATHS)

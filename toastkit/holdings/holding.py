@@ -246,12 +246,12 @@ class LoadedSizes:
         self._dtype_of = dtype_of
 
     def matrix_bytes(self, path: str) -> int:
-        """Of a module's matrix; 0 if it has none."""
+        """Bytes of a module's matrix; 0 if it has none."""
         weight = self._modules[path].weight
         return 0 if weight is None else self._bytes(weight.name)
 
     def packed_bytes(self, path: str, bits: int) -> int:
-        """Of a module's matrix packed to that many bits, with its scales."""
+        """Bytes of a module's matrix packed to that many bits, with its scales."""
         holding = self._modules[path]
         assert holding.weight is not None  # the caller has checked
         item = self._dtype_of(holding.weight.name).size
@@ -259,13 +259,13 @@ class LoadedSizes:
         return rows * row_bytes(bits, holding.columns, item)
 
     def module_bytes(self, path: str) -> int:
-        """Of all of a module's parameters, or of its slots."""
+        """Bytes of a module's parameters, or of its slots."""
         holding, size = self._modules[path], self.stack_bytes(path)
         slots = holding.slots
         return size // self._store.shape(holding.names[0])[0] * slots if slots else size
 
     def stack_bytes(self, path: str) -> int:
-        """Of all of a module's parameters, of all experts."""
+        """Bytes of a module's parameters, with all experts."""
         return sum(map(self._bytes, self._modules[path].names))
 
     def _bytes(self, name: str) -> int:

@@ -46,7 +46,7 @@ class Reading(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the arrays that are read."""
+        """Bytes of the arrays that are read."""
         return 0 if self.request is None else self.request.nbytes
 
     def wait(self) -> None:

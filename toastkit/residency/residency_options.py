@@ -31,7 +31,7 @@ class ResidencyOptions:
     context: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises UsageError."""
+        """Raise UsageError for invalid options."""
         check_choice("residency", self.kind, KINDS)
         check_choice("placement", self.placement, PLACEMENTS)
         check_choice("priority", self.priority, PRIORITIES)
@@ -44,7 +44,7 @@ class ResidencyOptions:
         return self.kind != "all"
 
     def __str__(self) -> str:
-        """As the flag is written."""
+        """The text of the flag."""
         if self.kind == "bytes":
             return exact_size(int(self.amount))
         share = "%" * (self.kind == "percent")
