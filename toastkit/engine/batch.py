@@ -1,12 +1,12 @@
-"""Several states that take their steps together: one pass over the weights for all of them.
+"""Several states that step together: one pass over the weights for all of them.
 
-mlx_lm's caches for this pad the shorter states on the left. A state that joins is copied into the
-batch, one that leaves is copied out; in between its own caches are out of date.
+mlx_lm's batch caches pad the shorter states on the left. A state that joins is copied into the
+batch, one that leaves is copied out; in between its own caches are stale.
 
-With MoBiLE (paper 002, algorithm 1) the little pass is one for all. The rows that it is not sure of
-are run again by the big model, as a smaller batch; the others are not touched. Where it is sure of
-none, what both passes have in common is not computed again; a smaller batch is rounded otherwise,
-and is run as a whole.
+With MoBiLE (paper 002, algorithm 1) there is one little pass for all. The rows that it is not sure
+of are run again by the big model, as a smaller batch; the others are not touched. If it is sure of
+none, what both passes have in common is not recomputed; a smaller batch is rounded differently, and
+is run as a whole.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from toastkit.holdings.policy import NO_WISH
 from toastkit.holdings.streams import arrays_in
 from toastkit.native.kv_caches import leaves
 
-# How far the logits of a batch may be from those of each state alone, of their spread, for the
-# architecture to count as one that can be batched: rounding in float32, and in 16 bits.
+# Largest difference between a batch's logits and each state's alone, relative to their spread, for
+# an architecture to count as batchable: rounding in float32, and in 16 bits.
 TOLERANCE = 1e-3
 COARSE_TOLERANCE = 5e-2
 ROWS = ("keys", "values")  # of a cache, (B, H, positions, D)
 
 
 class Batch:
-    """States that step together. members: their order is that of the rows. caches: of all of them,
-    one a layer. Empty at first."""
+    """States that step together. members: in the order of the rows. caches: of all of them, one per
+    layer. Empty at first."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -41,7 +41,7 @@ class Batch:
         self.members: list[ModelState] = []
 
     def join(self, states: Sequence[ModelState]) -> None:
-        """Takes states in, each of which has read at least one token."""
+        """Add states, each of which has read at least one token."""
         for state in states:
             state.take_back()
         added = [type(layers[0]).merge(list(layers)) for layers in zip(*(s.cache for s in states))]
@@ -55,7 +55,7 @@ class Batch:
         self.members += states
 
     def leave(self, states: Sequence[ModelState]) -> None:
-        """Gives states their own caches back."""
+        """Remove states, giving them their own caches back."""
         for state in states:
             row = self.members.index(state)
             state.cache = self._engine.counted(_extracted(x, row) for x in self.caches)
@@ -69,15 +69,15 @@ class Batch:
         self.members = [self.members[i] for i in rest]
 
     def dissolve(self) -> None:
-        """Gives the batch up, and with it the caches of its members: they are to be read anew."""
+        """Drop the batch with its members' caches: they have to be prefilled again."""
         self.caches = []
         for state in self.members:
             state.cache = []
 
     def step(self, tokens: Sequence[int | mx.array]) -> None:
-        """Runs one more token of each member, in their order: ids, or device arrays () uint32. Sets
-        each one's logits, float32 (vocab,), lazy but where they have to be looked at. The token
-        lists are the caller's to keep. Where it raises, the batch is to be dissolved."""
+        """Run one more token of each member, in their order: ids, or device arrays () uint32. Sets
+        each one's logits, float32 (vocab,), lazy unless they have to be judged. The caller
+        maintains the token lists. If it raises, the batch has to be dissolved."""
         engine, experts = self._engine, self._engine.experts
         ids = mx.stack([mx.array(token, mx.uint32).reshape(1) for token in tokens])
         engine.decide(NO_WISH)
@@ -85,9 +85,9 @@ class Batch:
         if experts is None or experts.options.threshold is None:
             logits = list(engine.step_rows(ids, self.caches))
         else:
-            from toastkit.experts.common_part import Kept  # and numpy
+            from toastkit.experts.common_part import Kept  # imports numpy
 
-            experts.times.leave_out()  # equation 1 is of steps that are taken alone
+            experts.times.leave_out()  # equation 1 is about steps of one state
             before, kept = self.before_a_step(), Kept()
             with experts.common.recorded(kept):
                 little = engine.step_rows(ids, self.caches)
@@ -96,7 +96,7 @@ class Batch:
             experts.common.note(len(unsure) == len(tokens))
             if unsure:
                 if len(unsure) < len(tokens):
-                    kept = Kept()  # a smaller batch is rounded otherwise
+                    kept = Kept()  # a smaller batch is rounded differently
                 elif kept:
                     kept.forward = ways_forward(self.caches, kept.caches)
                 with experts.again(unsure), experts.common.replayed(kept):
@@ -109,9 +109,9 @@ class Batch:
             engine.count_step()
 
     def before_a_step(self) -> list[Any]:
-        """What `run_again` needs of the caches: all but their keys and values. Those are not held,
-        and so not copied when they are written: what a step writes it writes again in the same
-        place, be it over the oldest row of a ring."""
+        """Save what `run_again` needs of the caches: all but keys and values. Those are not held,
+        so not copied when written: a second run writes the same places, even over the oldest row of
+        a ring."""
         kept = copy_caches(list(leaves(self.caches)))
         for leaf in kept:
             for name in ROWS:
@@ -119,10 +119,12 @@ class Batch:
         return kept
 
     def run_again(self, ids: mx.array, before: list[Any], rows: Sequence[int]) -> mx.array:
-        """The last pass, taken back and run again for some rows: their logits, float32 (R, vocab),
-        lazy. They are then, to the bit, as if it had not been; the others as it left them.
+        """Roll the last pass back and run it again for some rows; return their logits, float32 (R,
+        vocab), lazy. These rows are then, to the bit, as if it had not run; the others stay as it
+        left them.
 
-        ids: uint32 (B, 1), of all. before: of `before_a_step`, used up. rows: ascending."""
+        ids: uint32 (B, 1), of all. before: of `before_a_step`, used up. rows: ascending.
+        """
         if len(rows) == len(self.members):
             put_back(list(leaves(self.caches)), before)
             return self._engine.step_rows(ids, self.caches)
@@ -138,14 +140,14 @@ class Batch:
 
 
 def _taken(value: Any, rows: mx.array) -> Any:
-    """Some rows of what a batch's cache holds: along the first axis of its arrays."""
+    """Select rows of what a batch's cache holds, along the first axis of its arrays."""
     if isinstance(value, list):
         return [_taken(item, rows) for item in value]
     return value[rows] if isinstance(value, mx.array) else value
 
 
 def _write_back(layer: Any, own: Any, rows: mx.array) -> None:
-    """Gives a batch's cache what a step of some rows wrote. own: their cache."""
+    """Copy what a step of some rows wrote into a batch's cache. own: the cache of those rows."""
     if hasattr(layer, "cache"):  # recurrent states, convolutions
         for all_rows, some in zip(layer.cache, own.cache):
             if some is not None:
@@ -157,18 +159,18 @@ def _write_back(layer: Any, own: Any, rows: mx.array) -> None:
 
 
 def _extracted(layer: Any, row: int) -> Any:
-    """One state's cache of a batch's."""
+    """Extract one state's cache from a batch's."""
     own = layer.extract(row)
     if getattr(own, "lengths", None) is not None or getattr(own, "left_padding", None) is not None:
-        own.lengths = own.left_padding = None  # of the batch
+        own.lengths = own.left_padding = None  # they describe the batch
     return own
 
 
 def can_batch(engine: Engine) -> bool | None:
-    """Whether states of this model can step together: its caches can be merged, and two states of
-    different lengths come out as they do alone, with MoBiLE one that is run again too. (An
+    """True if states of this model can step together: its caches can be merged, and two states of
+    different lengths come out as they do alone, with MoBiLE also after one is run again. (An
     architecture may ignore the padding, in its caches or, as AFM 7, in its logits alone; that shows
-    here.) None where the trial failed for a reason that may pass. Runs some sixty tokens."""
+    here.) None if the trial failed for a reason that may be transient. Runs some sixty tokens."""
     if not all(hasattr(layer, "merge") for layer in engine.new_cache()):
         return False
     most, experts = engine.vocab - 1, engine.experts
@@ -195,9 +197,9 @@ def can_batch(engine: Engine) -> bool | None:
             state.logits = engine.step(last, state.cache)
         return _alike(together, alone, engine)
     except (ValueError, TypeError, AttributeError, IndexError, NotImplementedError):
-        return False  # these caches, or this model, are not made for it
+        return False  # these caches, or this model, do not support it
     except Exception:
-        return None  # of the device, say
+        return None  # e.g. the device failed
 
 
 def _states(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[ModelState]:

@@ -1,9 +1,7 @@
-"""A step by the big or the little model, and with MoBiLE by whichever it takes (paper 002, section
-III, algorithm 1): the little one runs; where the likeliest token is no likelier than gamma, what it
-did is taken back and the big one runs the same step, all but what comes before the first router,
-which is the same in both. That leaves the state, to the bit, as if nothing but the big model had
-run.
-"""
+"""Steps by the big or the little model, and with MoBiLE by both (paper 002, section III, algorithm
+1): the little one runs; if its top probability is at most gamma, its step is rolled back and the
+big one runs it again, except what comes before the first router, which is the same in both. That
+leaves the state, to the bit, as if only the big model had run."""
 
 from __future__ import annotations
 
@@ -30,15 +28,15 @@ Step = Callable[[int | mx.array, list], mx.array]
 
 
 def confidence(logits: mx.array) -> mx.array:
-    """The probability of the likeliest token before temperature, float32 (...), lazy. logits:
-    float32 (..., vocab)."""
-    # exp(0) is among the summands: it is never over 1, however the sum is rounded.
+    """Return the probability of the likeliest token before temperature, float32 (...), lazy.
+    logits: float32 (..., vocab)."""
+    # exp(0) is one of the summands: never over 1, however the sum is rounded.
     return mx.exp(-distribution(logits)[1])
 
 
 def unsure_rows(logits: mx.array, gamma: float) -> list[int]:
-    """The rows, ascending, of a little pass that are not kept: of states whose likeliest token is
-    no likelier than gamma, or whose logits are no numbers. logits: float32 (B, vocab). One
+    """Return the rows, ascending, of a little pass that are rejected: states whose likeliest token
+    has at most probability gamma, or whose logits are not numbers. logits: float32 (B, vocab). One
     synchronisation."""
     kept: Any = (confidence(logits) > gamma).tolist()
     return [row for row, sure in enumerate(kept) if not sure]
@@ -47,12 +45,12 @@ def unsure_rows(logits: mx.array, gamma: float) -> list[int]:
 def look_ahead(
     experts: ExpertsPolicy | None, step: Step, state: ModelState, sure: bool = False
 ) -> Lookahead:
-    """The next step of a state, built already: by the model that a step begins with, and with what
-    it takes to come back from it. step(token, cache): builds the graph of logits (vocab,) float32.
-    sure: it is taken back at the end of a run only."""
+    """Build the next step of a state, by the model that a step begins with, and with what is needed
+    to roll it back. step(token, cache): builds the graph of logits (vocab,) float32. sure: it is
+    rolled back only at the end of a run."""
     if experts is None:
         return Lookahead(step, state.cache, sure=sure)
-    experts.decide(NO_WISH)  # what ran last may have been a prompt
+    experts.decide(NO_WISH)  # the last pass may have been a prefill
     point, kept = _point(experts, state), experts.common.nothing_kept()
     if point is None:
         return Lookahead(step, state.cache)
@@ -69,8 +67,8 @@ def _point(experts: ExpertsPolicy, state: ModelState) -> Savepoint | None:
 def take_step(
     experts: ExpertsPolicy, step: Step, state: ModelState, token: int | mx.array
 ) -> mx.array:
-    """Logits float32 (vocab,) after one more token of a state, whose caches count it from now on.
-    Lazy, but where they have to be looked at.
+    """Return logits float32 (vocab,) after one more token of a state, whose caches count it from
+    now on. Lazy, unless they have to be judged.
 
     step(token, cache): a pass. token: an id, or a device array () uint32. Raises what a pass
     raises; the caches are then as they were.
@@ -113,12 +111,12 @@ def take_step(
 def _fall_back(
     experts: ExpertsPolicy, step: Step, state: ModelState, token: int | mx.array, kept: Kept
 ) -> mx.array:
-    """The same step by the big model. kept: of the little one's pass."""
+    """Run the same step by the big model. kept: of the little one's pass."""
     start = time.perf_counter()
     with experts.again(), experts.common.replayed(kept):
         logits = step(token, state.cache)
     experts.fallbacks += 1
-    if experts.waits:  # for all layers but the last one as it is
+    if experts.waits:  # synchronises after every layer but the last anyway
         mx.eval(logits)
         _timed(experts, "again", start)
     return logits
@@ -126,7 +124,8 @@ def _fall_back(
 
 @contextmanager
 def whole_step(experts: ExpertsPolicy | None) -> Iterator[None]:
-    """While a prompt's last token is read, and waited for: a step of the whole model, perhaps."""
+    """Time the reading of a prompt's last token, which is waited for; it counts as a step of the
+    whole model if K was not reduced."""
     start = time.perf_counter()
     yield
     if experts is not None and experts.k_now == experts.k:

@@ -1,9 +1,9 @@
-"""Measures how long layers take to read and to run, in the memory that one needs with none of them
-staying.
+"""Measures how long layers take to read and to run, within the memory of a model none of whose
+layers is resident.
 
-Passes of the real engine, first with nothing read ahead, where reading and computing are apart from
-each other, then as it always runs, which shows how much the two slow each other down. A pass that
-would take long is ended after a few layers of each size, and the others are taken to be alike.
+Runs passes of the real engine, first without prefetch, where reading and computing are separate,
+then as usual, which shows how much the two slow each other down. A pass that would take long is
+ended after a few layers of each size, and the others are assumed to be alike.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from toastkit.residency.predict import (
 )
 from toastkit.residency.residency_options import ResidencyOptions
 
-LITTLE_BYTES = 1 << 30  # on the device, of layers that stay, to see what that spares
+LITTLE_BYTES = 1 << 30  # on the device, of resident layers, to see what residency saves
 WHOLE_SECONDS = 4.0  # a pass over a token that takes no longer is run whole
-FEW_LAYERS = 8  # a pass that is ended early runs so many at least
-CHUNK_LAYERS = 4  # likewise of a pass over a chunk
-# Each pass is run for so long or so often, and all once more after all others: on a machine that
-# others use too, what is slow now is not slow then. The medians count.
+FEW_LAYERS = 8  # fewest layers of a pass that is ended early
+CHUNK_LAYERS = 4  # the same for a pass over a chunk
+# Each pass is repeated for this long or this often, and all again after all others: on a shared
+# machine, load varies over time. The medians count.
 ROUNDS_SECONDS, ROUNDS, SWEEPS = 1.5, 4, 2
-# Tokens of the chunks whose seconds are measured: of the shortest one, that many times as many, and
-# so on while a pass takes little time.
+# Tokens of the timed chunks: the shortest one, this many times as many, and so on while a pass
+# takes little time.
 SHORTEST, TIMES = {"cpu": 4, "gpu": 128}, 4
 CHUNK_SECONDS = 1.5
-LEAST_RATE = 1.0  # bytes a second
-# Where reading takes a smaller share of what computing does, or computing of what reading does, a
-# pass does not show how much it is slowed down.
+LEAST_RATE = 1.0  # bytes per second
+# If reading takes a smaller share of the time of computing, or computing of reading, a pass does
+# not show how much it is slowed down.
 SEEN = 0.25
 
 
@@ -66,8 +66,8 @@ class _Times(NamedTuple):
 
 
 class _Beside(NamedTuple):
-    """Passes over a token and over a chunk while layers are read ahead. rate: bytes a second of
-    reading alone."""
+    """Passes over a token and over a chunk with prefetch. rate: bytes per second of reading
+    alone."""
 
     token: _Times
     chunk: _Times
@@ -75,9 +75,9 @@ class _Beside(NamedTuple):
 
 
 class _Sweep(NamedTuple):
-    """Passes with nothing read ahead: over a token, through all layers, through those that its
-    times are taken of and, from the disk, through some; over a short and a long chunk. And such as
-    always run, from the cache of files and from the disk."""
+    """Passes without prefetch: over a token, through all layers (whole), through the timed ones
+    (token) and, from the disk, through some (token_cold); over a short and a long chunk (brief,
+    chunk). And passes with prefetch, from the page cache and from the disk."""
 
     whole: _Times
     token: _Times
@@ -91,12 +91,12 @@ class _Sweep(NamedTuple):
 def measure(
     opened: Callable[[ResidencyOptions], Engine], tell: Callable[[str], None] = lambda line: None
 ) -> Calibration:
-    """Measures a model. opened(options): an engine of it in which those layers stay. tell(line): is
-    told what is being done. Raises DataError, IOFailure, NoInputError."""
+    """Measure a model. opened(options): opens an engine of it with that residency. tell(line):
+    reports progress. Raises DataError, IOFailure, NoInputError."""
     engine = opened(ResidencyOptions("layers", 0))
     try:
         few = _few_that_stay(engine)
-        # First, while memory is new to the process: such as is used again is in smaller pages.
+        # First, while memory is new to the process: reused memory is in smaller pages.
         staying = _staying(opened, few, tell) if few else []
         found = _Measuring(engine, tell).calibration()
     finally:
@@ -111,8 +111,8 @@ def measure(
 def _staying(
     opened: Callable[[ResidencyOptions], Engine], few: int, tell: Callable[[str], None]
 ) -> list[tuple[float, float]]:
-    """Seconds of a token through the first few layers, which stay, and through all but the first of
-    as many after them, which do not, at the same time."""
+    """Return seconds of a token through the first few layers, resident, and through all but the
+    first of as many streamed layers after them, from the same passes."""
     tell("layers that stay")
     engine = opened(ResidencyOptions("layers", few, "first"))
     try:
@@ -120,12 +120,13 @@ def _staying(
     finally:
         engine.close()
         del engine
-        gc.collect()  # what it holds: modules and holdings know each other
+        gc.collect()  # reference cycle: modules and holdings
         mx.clear_cache()
 
 
 def _few_that_stay(engine: Engine) -> int:
-    """How many layers may stay for a while, half of them at most: 0 where memory is short."""
+    """Return how many layers may be resident for a while, at most half of them: 0 if memory is
+    short."""
     policy = engine.residency
     assert policy is not None
     sizes = policy.sizes.layers
@@ -134,7 +135,7 @@ def _few_that_stay(engine: Engine) -> int:
 
 
 class _Measuring:
-    """The passes of one engine."""
+    """Runs the passes of one engine."""
 
     def __init__(self, engine: Engine, tell: Callable[[str], None]):
         policy = engine.residency
@@ -145,10 +146,10 @@ class _Measuring:
         self._most, self._allowed = self._streams.most_ahead, self._streams.allowed_ahead
         self._found: dict[tuple, list[_Times]] = {}
         self._alone: dict[tuple, list[float]] = {}
-        self._warm_for: int | None = None  # layers ahead that there is memory for
+        self._warm_for: int | None = None  # prefetch depth that memory is warm for
 
     def calibration(self) -> Calibration:
-        """All but what layers spare that stay."""
+        """Measure all but what resident layers save."""
         store, streams, kept = self._store, self._streams, self._store.keeps_cached
         try:
             streams.most_ahead = 0
@@ -176,7 +177,7 @@ class _Measuring:
         )
 
     def _sweep(self, first: _Times, short: int, long: int) -> _Sweep:
-        """All passes once more. first: the first one over a token. short, long: tokens of
+        """Run all passes once more. first: the first one over a token. short, long: tokens of
         chunks."""
         few, more = (_enough(self._sizes, least) for least in (CHUNK_LAYERS, FEW_LAYERS))
         whole = first
@@ -192,14 +193,14 @@ class _Measuring:
         return _Sweep(whole, token, token_cold, brief, chunk, cached, cold)
 
     def _beside(self, layers: int, length: int, cold: bool = False) -> _Beside:
-        """Passes as they always run, with layers read ahead: over a token through so many layers,
-        and over so many tokens."""
+        """Run passes as usual, with prefetch: over a token through `layers` layers, and over
+        `length` tokens."""
         few = _enough(self._sizes, CHUNK_LAYERS)
         token, chunk = self._passes_of(1, layers, cold), self._passes_of(length, few, cold)
         return _Beside(token, chunk, self._rate_alone(layers, cold))
 
     def _lengths(self) -> tuple[int, int]:
-        """The two longest chunks of which a pass is quickly run, in tokens."""
+        """Return the two longest chunks, in tokens, whose passes are quick to run."""
         device = self._engine.device
         length, layers = TIMES * SHORTEST[device], _enough(self._sizes, CHUNK_LAYERS)
         self._pass(length, layers)
@@ -208,11 +209,10 @@ class _Measuring:
         return length // TIMES, length
 
     def _source(self, token: _Times, chunk: _Times, beside: _Beside, cold: bool = False) -> Source:
-        """Reading from the cache of files or, cold, from the disk. token, chunk: passes with
-        nothing read ahead; the latter may have read from elsewhere: what it takes to compute is the
-        same."""
+        """Model reading from the page cache or, cold, from the disk. token, chunk: passes without
+        prefetch; the latter may have read from elsewhere: its compute time is the same."""
         both = (beside.token, beside.chunk)
-        # It is no slower than it was with something to compute meanwhile.
+        # Reading alone is no slower than beside computing.
         slowest = [self._rate(b.waits, self._reading_seconds(b, cold)) for b in both]
         rate = max(beside.rate, *slowest, LEAST_RATE)
         slow = [
@@ -222,17 +222,16 @@ class _Measuring:
         return Source(rate, *_seen(slow, [self._both(rate, times) for times in (token, chunk)]))
 
     def _both(self, rate: float, times: _Times) -> tuple[float, float]:
-        """Seconds in which the layers of a pass are read at that rate, and computed."""
+        """Return seconds to read the layers of a pass at that rate, and to compute them."""
         return sum(self._sizes[: len(times.computes)]) / rate, sum(times.computes)
 
     def _rate(self, waits: Sequence[float], seconds: float) -> float:
-        """Bytes a second of the first layers, which were waited for so long; they were read within
-        so many seconds."""
+        """Return bytes per second of the first len(waits) layers, read within so many seconds."""
         return sum(self._sizes[: len(waits)]) / max(seconds, 1e-9)
 
     def _rate_alone(self, layers: int, cold: bool) -> float:
-        """Bytes a second of the first layers, read one after another while nothing is computed:
-        the median of what was found up to now."""
+        """Return bytes per second of the first layers, read in turn while nothing is computed: the
+        median of all rounds so far."""
         found = self._alone.setdefault((layers, cold), [])
         end = time.perf_counter() + ROUNDS_SECONDS
         for _ in range(ROUNDS):
@@ -249,28 +248,29 @@ class _Measuring:
         return median(found)
 
     def _reading_seconds(self, beside: _Times, cold: bool) -> float:
-        """In which all layers of a pass were read at the latest."""
+        """Return an upper bound on the seconds in which all layers of a pass were read."""
         if self._goes_round(len(beside.waits), cold):
             return beside.total
         return sum(beside.waits) + sum(beside.computes[:-1])
 
     def _slowdown(self, rate: float, apart: _Times, beside: _Times, cold: bool) -> Slowdown:
-        """Of reading at that rate and computing. apart, beside: passes with nothing read ahead, and
-        as they always run."""
+        """Fit the slowdown of reading at that rate and of computing. apart, beside: passes without
+        and with prefetch."""
         reads = [size / rate for size in self._sizes[: len(apart.computes)]]
         waiting, computing = sum(beside.waits), sum(beside.computes)
-        # Nothing is computed faster beside reading: what seems so was slow for another reason.
+        # Nothing is computed faster beside reading: a lower time means that the other was slow for
+        # another reason.
         alone = list(map(min, apart.computes, beside.computes))
         if self._goes_round(len(reads), cold):
             measured, rest = Played(waiting, computing + beside.rest), min(apart.rest, beside.rest)
             return fitted_slowdown(reads, alone, rest, measured, self._allowed)
-        # Such a pass begins with nothing read.
+        # Such a pass begins with nothing prefetched.
         measured = Played(waiting, computing)
         return fitted_slowdown(reads, alone, 0.0, measured, self._allowed, passes=1)
 
     def _goes_round(self, layers: int, cold: bool) -> bool:
-        """Whether passes follow each other as in decoding: during one, layers are read for the
-        next."""
+        """True if passes follow each other as in decoding: during one, layers are prefetched for
+        the next."""
         return layers == len(self._sizes) and not cold
 
     @contextmanager
@@ -289,15 +289,15 @@ class _Measuring:
         with self._ahead(0):
             self._pass(1, 2 * few)
             for _ in range(SWEEPS * ROUNDS):
-                self._pass(1, few)  # after which nothing is left of reading
+                self._pass(1, few)  # after which no reads are pending
                 seconds = self._pass(1, few).rest
-                # The first one waits for those that stay.
+                # The first streamed layer waits for the resident ones.
                 found.append((seconds, sum(self._pass(1, 2 * few).computes[1:])))
         return found
 
     def _passes_of(self, tokens: int, layers: int, cold: bool = False) -> _Times:
-        """The median of a few passes, and of those of earlier sweeps. The first one with so much
-        read ahead does not count: its memory is new to the process."""
+        """Return the median of a few passes, including those of earlier sweeps. The first one with
+        a new prefetch depth does not count: its memory is new to the process."""
         ahead = self._streams.most_ahead
         found = self._found.setdefault((tokens, layers, cold, ahead), [])
         self._streams.settle()
@@ -312,25 +312,26 @@ class _Measuring:
         return _Times(waits, computes, median(times.rest for times in found))
 
     def _pass(self, tokens: int, layers: int, cold: bool = False) -> _Times:
-        """One pass from the beginning of a text, as Engine.prefill or Engine.step would have it."""
+        """Run one pass from the beginning of a text, as Engine.prefill or Engine.step would."""
         engine, times = self._engine, self._streams.times
         self._begin(layers, cold)
         waits: list[float] = []
         computes: list[float] = []
-        left, waited = 0.0, times.wait  # when the layer before was left
+        left, waited = 0.0, times.wait  # when the previous layer ended
 
         def watch(index: int, ran: bool) -> None:
             nonlocal left, waited
             if ran:
                 now, wait = time.perf_counter(), times.wait - waited
                 waits.append(wait)
-                # With what lies between it and the layer before, which one that stays has not.
+                # Includes what lies between it and the previous layer, which a resident layer's
+                # time does not.
                 computes.append(now - left - wait)
                 left, waited = now, times.wait
             elif not waits:
                 left = time.perf_counter()
             if index + ran >= layers and layers < len(self._sizes):
-                mx.synchronize()  # with those that stay
+                mx.synchronize()  # with the resident ones
                 raise _Enough
 
         self._streams.watch = watch
@@ -351,7 +352,7 @@ class _Measuring:
         return _Times(waits, computes, time.perf_counter() - start - sum(waits) - sum(computes))
 
     def _begin(self, layers: int, cold: bool) -> None:
-        """Before the first layers are read, which is to be from the disk where cold."""
+        """Prepare reading of the first layers: from the disk if cold."""
         if not self._goes_round(layers, cold):
             self._streams.settle()
         self._store.keeps_cached = not cold
@@ -360,8 +361,8 @@ class _Measuring:
                 self._store.forget_cached(self._store.layer_names(index))
 
     def _spread(self, seconds: Sequence[float]) -> list[float]:
-        """Of all layers, what was measured of the first: one that was not is like the median of its
-        size."""
+        """Extend measurements of the first layers to all: an unmeasured layer gets the median of
+        its size."""
         by_size: dict[int, list[float]] = {}
         for size, value in zip(self._sizes, seconds):
             by_size.setdefault(size, []).append(value)
@@ -372,8 +373,8 @@ class _Measuring:
 
 
 def _seen(slow: Sequence[Slowdown], both: Sequence[tuple[float, float]]) -> Iterator[Slowdown]:
-    """Of two passes; from the other one, what of a pass does not show. both: seconds of reading and
-    of computing of each."""
+    """Return the slowdowns of two passes, taking from the other what one of them does not show.
+    both: seconds of reading and of computing of each."""
     for this, other, (reading, computing) in zip(slow, reversed(slow), both):
         if reading < SEEN * computing:
             yield other
@@ -384,12 +385,12 @@ def _seen(slow: Sequence[Slowdown], both: Sequence[tuple[float, float]]) -> Iter
 
 
 def _enough(sizes: Sequence[int], least: int) -> int:
-    """How many layers are run of a pass that would take long: up to the first of the last size that
-    there is."""
+    """Return how many layers to run of a pass that would take long: through the first layer of the
+    last new size, at least `least`."""
     return min(len(sizes), max(least, max(map(sizes.index, set(sizes))) + 1))
 
 
 def _line(short: int, first: float, long: int, second: float) -> tuple[float, float]:
-    """(fixed, for each token) seconds of a chunk, by two lengths."""
+    """Return (fixed, per token) seconds of a chunk, from two lengths."""
     each = max(0.0, (second - first) / (long - short))
     return max(0.0, second - each * long), each

@@ -1,4 +1,4 @@
-"""Starts MLX: the device, and what MLX may compile there.
+"""Starts MLX: chooses the device, and what MLX may compile there.
 
 The only way into `mlx.core` for code that may be the first to import it.
 """
@@ -20,14 +20,13 @@ from toastkit.private_files import make_private_directories, not_private
 
 DEVICES = ("auto", "cpu", "gpu")
 MAPPED = "mapped where they can be used as they are stored, else read"
-END_SECONDS = 1.0  # for the system's thread to follow Python's
+END_SECONDS = 1.0  # for the system thread to end after Python's
 _started: str | None = None
 
 
 def start(device: str = "auto") -> str:
-    """Imports MLX and chooses the device; returns "cpu" or "gpu". Later calls return the first
-    choice. Raises UsageError where the wanted device is not there.
-    """
+    """Import MLX and choose the device; return "cpu" or "gpu". Later calls return the first choice.
+    Raises UsageError if the wanted device is absent."""
     global _started
     if _started is not None:
         return _started
@@ -39,8 +38,8 @@ def start(device: str = "auto") -> str:
         mx.set_default_device(mx.cpu if device == "cpu" else mx.gpu)
     _started = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"
     if _started == "cpu":
-        # It would run g++ for seconds and load what lies in a folder that anybody can foresee, for
-        # 3% of speed: docs/decisions.md.
+        # It would run g++ for seconds and load libraries from a predictable directory, for 3% of
+        # speed: docs/decisions.md.
         mx.disable_compile()
     elif sys.platform == "linux":
         keep_cuda_kernels()
@@ -50,8 +49,9 @@ def start(device: str = "auto") -> str:
 def native_products(
     options: NativeOptions, device: str, say: Callable[[str], None] | None = None
 ) -> Status:
-    """Whether the products of a model on that device are native: on the CPU, where they can be. See
-    starting.start. Raises UsageError for a GPU that is to have them, and as it does."""
+    """Start native matrix products for a model on that device, and return their status: on the CPU,
+    where possible. See starting.start. Raises UsageError if a GPU is required to have them, and as
+    starting.start does."""
     if device == "cpu":
         return starting.start(options, say)
     if options.native == "require":
@@ -60,9 +60,9 @@ def native_products(
 
 
 def wait_for_end(thread: threading.Thread) -> None:
-    """Waits until the system's thread is gone too, of one that used MLX and has ended: MLX takes
-    Python's lock once more in its last moment, and the process aborts if the interpreter has ended
-    by then."""
+    """Wait until the system thread of an ended Python thread that used MLX is gone too: MLX takes
+    the GIL once more as the thread exits, and the process aborts if the interpreter has ended by
+    then."""
     task = f"/proc/self/task/{thread.native_id}"
     deadline = time.monotonic() + END_SECONDS
     while os.path.exists(task) and time.monotonic() < deadline:
@@ -70,8 +70,8 @@ def wait_for_end(thread: threading.Thread) -> None:
 
 
 def facts() -> dict[str, Any]:
-    """What computes here: the device, MLX's version, whether products are native, by how many
-    threads these are computed, and how weights come to the device."""
+    """Describe what computes here: the device, MLX's version, whether products are native, their
+    number of threads, and how weights reach the device."""
     on = start()
     from importlib.metadata import version
 
@@ -86,9 +86,9 @@ def facts() -> dict[str, Any]:
 
 
 def keep_cuda_kernels() -> None:
-    """Names a folder that is ours alone for what MLX compiles for CUDA, before it has compiled
-    anything: its own is a predictable one under TMPDIR, and it loads what it finds there. Where
-    there is no such folder nothing is kept."""
+    """Set a private cache directory for MLX's compiled CUDA kernels, before any is compiled: the
+    default is a predictable one under TMPDIR, from which MLX loads whatever it finds. Without a
+    private directory nothing is cached."""
     if "MLX_PTX_CACHE_DIR" in os.environ:
         return
     folder = own_directory("CACHE", "ptx")
@@ -102,7 +102,7 @@ def keep_cuda_kernels() -> None:
 
 
 def check_dtype(dtype: str | None, device: str, model: Any) -> None:
-    """Raises UsageError for a dtype that MLX cannot compute a model in."""
+    """Raise UsageError for a dtype that MLX cannot compute a model in."""
     if device != "cpu" or dtype in (None, "float32"):
         return
     if any(type(module).__name__ == "SwitchLinear" for module in model.modules()):

@@ -1,8 +1,8 @@
 """The sampler on the device: MLX logits in, a lazy token id out.
 
 Nothing here evaluates: `DeviceSampler.draw` only builds a graph, so that the next step's graph can
-be submitted before the token is known. `DeviceDraw.read` is the one place that synchronises.
-The chain is that of `toastkit.sampling`; the numpy twin is `toastkit.sampling.host`.
+be submitted before the token is known. Only `DeviceDraw.read` synchronises. The chain is that of
+`toastkit.sampling`; the numpy twin is `toastkit.sampling.host`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DeviceDraw:
     top_logprobs: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
-        """What to hand to mx.async_eval."""
+        """Return what to pass to mx.async_eval."""
         fields = (self.id, self.peak, self.logprob, self.top_ids, self.top_logprobs)
         return [field for field in fields if field is not None]
 
@@ -63,10 +63,10 @@ def _number(scalar: mx.array) -> float:
 
 
 class DeviceSampler:
-    """Draws tokens for one vocabulary by one set of options.
+    """Draws tokens for one vocabulary with one set of options.
 
-    xtc_special_ids: ids that XTC never drops (end of sequence, newline).
-    Raises UsageError for options outside their intervals.
+    xtc_special_ids: ids that XTC never drops (end of sequence, newline). Raises UsageError for
+    options outside their intervals.
     """
 
     def __init__(self, options: SamplingOptions, vocab: int, xtc_special_ids: Sequence[int] = ()):
@@ -113,7 +113,7 @@ class DeviceSampler:
         return result
 
     def _adjust(self, logits: mx.array, history: mx.array | None) -> mx.array:
-        """Steps 1-3 of the chain. A new array; the argument is left as it is."""
+        """Apply steps 1-3 of the chain. Returns a new array."""
         options = self.options
         logits = finite(logits)
         if self._bias_ids.size:
@@ -140,7 +140,8 @@ class DeviceSampler:
         return logits
 
     def _sample(self, values: mx.array, whole: mx.array, position: int) -> mx.array:
-        """Steps 5-10. values: logits minus their maximum, float32 (vocab,). whole: sum of exp."""
+        """Apply steps 5-10. values: logits minus their maximum, float32 (vocab,). whole: sum of
+        exp."""
         options = self.options
         xtc = xtc_acts(options, position)
         # Steps 5, 6 and 9 keep heads of one order and commute, unless 7 or 8 come between.
@@ -165,7 +166,8 @@ class DeviceSampler:
 def apply_top_p(
     values: mx.array, whole: mx.array, top_p: float, most: int | None = None
 ) -> mx.array:
-    """Mask what lies below the nucleus, and, without sorting it, what top-k by most would.
+    """Mask what is outside the nucleus and, given `most`, outside the top `most` ids, sorting only
+    those.
 
     values: float32 (n,), at most 0. whole: float32 scalar, the sum of exp(values).
     """
@@ -178,8 +180,8 @@ def apply_top_p(
 
 
 def apply_min_p(values: mx.array, min_p: float, min_tokens_to_keep: int = 1) -> mx.array:
-    """Mask what is less likely than min_p times the best. values: float32 (n,), best 0. Returns,
-    as all of these, float32 (n,) with -inf where masked."""
+    """Mask ids less likely than min_p times the best. values: float32 (n,), best 0. Like all of
+    these, returns float32 (n,) with -inf where masked."""
     threshold = mx.array(math.log(min_p), mx.float32)
     if min_tokens_to_keep > 1:
         threshold = mx.minimum(threshold, _kth_largest(values, min_tokens_to_keep))
@@ -202,8 +204,8 @@ def apply_typical_p(values: mx.array, typical_p: float) -> mx.array:
 
 
 def apply_xtc(values: mx.array, threshold: float, special: mx.array) -> mx.array:
-    """Mask all ids over the threshold but the least likely. values: float32 (n,).
-    special: int32 (m,), ids that stay."""
+    """Mask all ids over the threshold except the least likely. values: float32 (n,). special: int32
+    (m,), ids that stay."""
     exponentials = mx.exp(values)
     over = exponentials > threshold * total(exponentials)
     drop = values > mx.where(over, values, math.inf).min()
@@ -213,27 +215,28 @@ def apply_xtc(values: mx.array, threshold: float, special: mx.array) -> mx.array
 
 
 def apply_top_k(values: mx.array, k: int) -> mx.array:
-    """Keep the k most likely and what ties with the last of them. values: float32 (n,)."""
+    """Keep the k most likely ids and ties with the last of them. values: float32 (n,)."""
     return mx.where(values < _kth_largest(values, k), -math.inf, values)
 
 
 def running_total(values: mx.array) -> mx.array:
-    """The inclusive cumulative sum of float32 (n,), in rows for the same reason as `total`."""
+    """Inclusive cumulative sum of float32 (n,), in rows for the same reason as `total`."""
     inner = mx.cumsum(in_rows(values), axis=1)
     before = mx.cumsum(inner[:, -1], inclusive=False)
     return (inner + before[:, None]).reshape(-1)[: values.size]
 
 
 def _kth_largest(values: mx.array, k: int) -> mx.array:
-    """float32 scalar; the least of all when there are no more than k."""
+    """The k-th largest, float32 scalar; the minimum if there are no more than k."""
     if k >= values.size:
         return values.min()
     return mx.topk(values, k).min()
 
 
 def _most_likely(values: mx.array, count: int) -> mx.array:
-    """The ids of the largest values, int64 (count,), the lower ids among equals, in no order."""
-    # Floats at most 0 order backwards as integers: one key holds the value and then the id.
+    """Return the ids of the largest values, int64 (count,), lower ids first among ties,
+    unordered."""
+    # Floats <= 0 order backwards as integers: one key holds the value, then the id.
     bits = mx.abs(values).view(mx.int32).astype(mx.int64)
     keys = mx.left_shift(bits, _LOWER_WORD) + mx.arange(values.size, dtype=mx.int64)
     if count < values.size:

@@ -1,10 +1,10 @@
-"""THE engine: a model, and what one does with it: prefill, step, score; restore, read, consume.
+"""THE engine: a model and its operations: prefill, step, score; restore, read, consume.
 
     engine = Engine(store, policies)            opens; nothing is loaded before the first pass
     logits = engine.prefill(ids, cache)         read the prompt in chunks
     logits = engine.step(token, cache)          one more token; lazy, nothing is waited for
 
-Policies (holdings.policy) decide before each pass which weights are on the device, and in which
+Before each pass, policies (holdings.policy) decide which weights are on the device, and in which
 form. `mlx_lm.models` supplies the architecture and the cache classes.
 """
 
@@ -42,27 +42,27 @@ if TYPE_CHECKING:
     from toastkit.residency.residency_policy import ResidencyPolicy
     from toastkit.session.directory import Session
 
-# Tokens per prefill pass. On the CPU more would delay Ctrl-C, and MLX unrolls recurrent layers.
+# Tokens per prefill pass. More would delay Ctrl-C on the CPU, and MLX unrolls recurrent layers.
 CHUNK = {"cpu": 256, "gpu": 2048}
-CLEAR_CACHE_EVERY = 256  # steps between returns of MLX's free buffers, as mlx_lm does
-PREPARED_SHARE = 0.5  # of a form that is seen coming is made at a time: the forecast's two steps
+CLEAR_CACHE_EVERY = 256  # steps between mx.clear_cache() calls, as in mlx_lm
+PREPARED_SHARE = 0.5  # of an expected form is made per step: the forecast is two steps ahead
 
 
 class Engine:
     """A model.
 
-    store: the checkpoint; it stays open. policies: who decides about the weights; without any, all
-    are loaded as they are. dtype: of activations, None for the default of the device. cache_bytes:
-    what forms not in use may keep, see Holdings.budget. notify: is told a line where mlx_lm
-    computes something else than the checkpoint asks for: at once, or when a context passes a window
-    that is not kept to; and when logits come out as NaN. native: see NativeOptions. kv_bits: see
+    store: the checkpoint; it stays open. policies: decide about the weights; without any, all are
+    loaded as they are. dtype: of activations, None for the default of the device. cache_bytes: what
+    forms not in use may keep, see Holdings.budget. notify: takes a line if mlx_lm computes
+    something other than the checkpoint asks for (at once, or when a context passes a sliding window
+    that is not honoured), and if logits come out as NaN. native: see NativeOptions. kv_bits: see
     store/kv_bits.py.
 
     model: the architecture, an mlx_lm module, whose weights the holdings put into it. vocab:
-    entries in the logits. context: tokens that it can read, None where its config does not say.
-    gears, residency, experts: the policies of these names. ledger: who keeps how many bytes on the
-    device. reads_on_host: the graph of a step depends on its token's value. last_token: of prompts.
-    Raises UsageError for what it cannot have.
+    entries in the logits. context: tokens that it can read, None if its config does not say. gears,
+    residency, experts: the policies of these names. ledger: bytes on the device, by owner.
+    reads_on_host: the graph of a step depends on its token's value. last_token: of prompts. Raises
+    UsageError for options that it cannot honour.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Engine:
         self.ledger = Ledger()
         self._notify, self.model = notify, store.model
         self._window = store.fitted.window
-        self._window_told = self._window is None  # then nothing is looked at in a step
+        self._window_told = self._window is None  # then steps check nothing
         self._say(*store.fitted.warnings(self.files.name))
         device.check_dtype(self.dtype, self.device, self.model)
         self.reads_on_host = reads_on_host(type(self.model).__module__.rpartition(".")[2])
@@ -100,7 +100,7 @@ class Engine:
             policy.attach(self.holdings)
         self._caches: WeakValueDictionary[int, Caches] = WeakValueDictionary()
         self.ledger.measure(CACHE, lambda: sum(c.nbytes for c in list(self._caches.values())))
-        self._ahead: WeakSet[ModelState] = WeakSet()  # those that have looked ahead
+        self._ahead: WeakSet[ModelState] = WeakSet()  # with a step built ahead
         self._loaded, self._has_run, self._steps = False, False, 0
         self.last_token = LastToken()
 
@@ -110,14 +110,14 @@ class Engine:
                 self._notify(line)
 
     def close(self) -> None:
-        """Lets go of the checkpoint's files. What is loaded stays usable."""
+        """Close the checkpoint's files. What is loaded stays usable."""
         self.holdings.close()
 
     # ---------------------------------------------------------------------- weights and policies
 
     def load(self) -> None:
-        """The policies' first decision: the weights that they want to begin with. Called by the
-        first pass, if by nobody before. Raises DataError, IOFailure, NoInputError."""
+        """Load the weights that the policies want at first. The first pass calls it if nobody has.
+        Raises DataError, IOFailure, NoInputError."""
         if not self._loaded:
             if not any(policy.tells_steps for policy in self.policies):
                 self.last_token.examine(self.holdings)
@@ -126,20 +126,20 @@ class Engine:
             self._loaded = True
 
     def decide(self, wish: Wish) -> bool:
-        """Has the policies decide about the pass that comes; whether they changed their minds. The
-        weights have the forms that they want when this returns. Raises as `load`; everything is
-        then as it was."""
+        """Have the policies decide about the next pass; return True if anything changed. The
+        weights have the wanted forms when this returns. Raises as `load`; everything is then as it
+        was."""
         self.load()
         deciding = [policy for policy in self.policies if policy.decide(wish)]
         if not deciding:
             return False
         for state in list(self._ahead):
-            state.take_back()  # its graph was built of arrays that leave
+            state.take_back()  # its graph refers to arrays that leave
         self._change(deciding, (path for policy in deciding for path in policy.paths))
         return True
 
     def _change(self, deciding: Sequence[Policy], paths: Iterable[str]) -> None:
-        """Gives modules the forms that are wanted of them, and tells those who decided so."""
+        """Bring modules into the forms wanted of them, and notify the policies that decided so."""
         start = time.perf_counter()
         try:
             made = self.holdings.change(self._wanted(paths)) or 0
@@ -151,15 +151,15 @@ class Engine:
             policy.changed(time.perf_counter() - start, made)
 
     def _wanted(self, paths: Iterable[str]) -> dict[str, Form]:
-        """The forms of some modules that the policies want."""
+        """Return the forms that the policies want of some modules."""
         return decided(dict.fromkeys(paths, ORIGINAL), self.policies)
 
     def shift(self, gear: str) -> bool:
-        """Puts the model into a gear; False where it is in it already. Raises as `load`."""
+        """Shift the model into a gear; False if it is in it already. Raises as `load`."""
         return self.decide(Wish(gear))
 
     def prepare(self, wish: Wish) -> None:
-        """Begins with what the policies expect to want soon."""
+        """Start preparing what the policies expect to want soon."""
         for place, policy in enumerate(self.policies, 1):
             if forms := dict(policy.expect(wish)):
                 forms = decided(forms, self.policies[place:])
@@ -167,26 +167,26 @@ class Engine:
 
     @property
     def steps_together(self) -> bool:
-        """Whether several states may take a step in one pass, as far as the policies go."""
+        """True if all policies allow several states to step in one pass."""
         return all(policy.steps_together for policy in self.policies)
 
     def begin_run(self) -> None:
-        """Has the policies count from here on."""
+        """Have the policies start counting here."""
         for policy in self.policies:
             policy.begin_run()
 
     def run_report(self) -> dict[str, Any]:
-        """What the policies have to say of the run, by their names."""
+        """Return the policies' reports on the run, by name."""
         return {p.name: report for p in self.policies if (report := p.run_report())}
 
     # ------------------------------------------------------------------------------------ caches
 
     def new_cache(self) -> Caches:
-        """Empty caches, one per layer; see Holdings.new_caches."""
+        """Return empty caches, one per layer; see Holdings.new_caches."""
         return self.counted(self.holdings.new_caches())
 
     def counted(self, layers: Iterable[Any]) -> Caches:
-        """Caches as a list whose bytes the ledger counts for as long as it lives."""
+        """Return caches as a list whose bytes the ledger counts for as long as it lives."""
         caches = Caches(layers)
         self._caches[id(caches)] = caches
         return caches
@@ -196,11 +196,12 @@ class Engine:
     def restore(
         self, session: Session | None, ids: Sequence[int], source: Session | None = None
     ) -> tuple[ModelState, int]:
-        """The state from which a prompt can be continued, and how many of its tokens it holds.
+        """Return the state from which a prompt can be continued, and how many of its tokens it
+        holds.
 
-        ids: the prompt's tokens. source: the session to read, where it is not the one to write.
-        When the whole prompt is stored with its logits nothing is left to run; otherwise at least
-        one token is, because logits come from running it.
+        ids: the prompt's tokens. source: the session to read, if it is not the one to write. If the
+        whole prompt is stored with its logits nothing is left to run; otherwise at least one token
+        is, because logits come from running it.
         """
         read = source or session
         count = 0 if read is None else read.reusable(ids)
@@ -223,7 +224,7 @@ class Engine:
         ids: Sequence[int],
         chunk: Callable[[], int | None] = lambda: None,
     ) -> Iterator[int]:
-        """Prefills what the state does not hold of the prompt yet; yields the number of tokens it
+        """Prefill what the state does not hold of the prompt yet; yield the number of tokens it
         holds after each pass. Until the last pass the state has no logits."""
         held = len(state.tokens)
         if held == len(ids):
@@ -236,10 +237,10 @@ class Engine:
             yield held + done
 
     def consume(self, state: ModelState, token: int | mx.array, wish: Wish = NO_WISH) -> None:
-        """Runs one more token of a state, and sets its logits, float32 (vocab,), lazy.
+        """Run one more token of a state, and set its logits, float32 (vocab,), lazy.
 
-        token: an id, or a device array () uint32 of one that has not been computed yet. wish: what
-        is known of this pass; the policies decide first. Raises as `load`; the state is then as it
+        token: an id, or a device array () uint32 that has not been computed yet. wish: what is
+        known of this pass; the policies decide first. Raises as `load`; the state is then as it
         was.
         """
         self.decide(wish)
@@ -253,12 +254,13 @@ class Engine:
         state.experts = self.holdings.counted_experts()
 
     def count_step(self) -> None:
-        """Has the policies count a step."""
+        """Have the policies count a step."""
         for policy in self.policies:
             policy.count_step()
 
     def look_ahead(self, state: ModelState) -> None:
-        """Builds a state's next step already, whatever its token: where no layer runs meanwhile."""
+        """Build a state's next step for a token to come, unless building its graph would run
+        layers."""
         waits = self.reads_on_host or self.holdings.reads_in_passes
         if state.ahead is None and host_writes() and not waits:
             sure = not any(policy.tells_steps for policy in self.policies)
@@ -268,8 +270,8 @@ class Engine:
     # ------------------------------------------------------------------------------------ passes
 
     def prefill(self, ids: Sequence[int], cache: list, chunk: int | None = None) -> mx.array:
-        """Reads prompt tokens into the cache; logits (vocab,) float32 after the last. No others are
-        computed: the last token is a step, or see last_token.py.
+        """Read prompt tokens into the cache; return the logits (vocab,) float32 after the last. No
+        others are computed: the last token is a step, or see last_token.py.
 
         ids: at least one. chunk: tokens per pass, None for what suits the device.
         """
@@ -280,8 +282,8 @@ class Engine:
     def _passes(
         self, ids: Sequence[int], cache: list, chunk: Callable[[], int | None]
     ) -> Iterator[tuple[int, mx.array | None]]:
-        """The passes of a prefill: (tokens read so far, logits), which only the last one has.
-        chunk(): tokens of the next pass, None for the device's default."""
+        """Run the passes of a prefill; yield (tokens read so far, logits), which only the last one
+        has. chunk(): tokens of the next pass, None for the device's default."""
         total, done, logits = len(ids), 0, None
         while done < total:
             self.decide(PROMPT)
@@ -295,7 +297,7 @@ class Engine:
                     with self.last_token.alone():
                         rows = self._run(part, cache)
                     logits = rows[0, -1].astype(mx.float32) if done == total else None
-                    del rows  # which hold the caches' arrays, and MLX would copy these
+                    del rows  # they hold cache arrays, which MLX would otherwise copy
                 mx.eval(logits, arrays_in(cache))
             if count > 1 or done < total:
                 mx.clear_cache()
@@ -304,7 +306,7 @@ class Engine:
             yield done, logits
 
     def _check_logits(self, logits: mx.array) -> None:
-        """Says once that a model computes nonsense: its weights hold NaN, most likely."""
+        """Warn once if logits are NaN: the weights hold NaN, most likely."""
         if self._notify is not None and mx.isnan(logits).any().item():
             self._notify(
                 f"warning: {self.files.name} gives NaN for logits: are its weights damaged? "
@@ -313,31 +315,33 @@ class Engine:
             self._notify = None
 
     def step(self, token: int | mx.array, cache: list) -> mx.array:
-        """Logits (vocab,) float32 after one more token. Lazy: the caller evaluates, once a token.
+        """Return logits (vocab,) float32 after one more token. Lazy: the caller evaluates, once a
+        token.
 
-        token: an id, or a device array () of one that has not been computed yet.
+        token: an id, or a device array () that has not been computed yet.
         """
         ids = mx.array([[token]], mx.uint32) if isinstance(token, int) else token.reshape(1, 1)
         return self.step_rows(ids, cache)[0]
 
     def step_rows(self, ids: mx.array, cache: list) -> mx.array:
-        """Logits (B, vocab) float32 after one more token of each of B states, lazy.
+        """Return logits (B, vocab) float32 after one more token of each of B states, lazy.
 
-        ids: uint32 (B, 1). cache: of the B states together, see batch.Batch."""
+        ids: uint32 (B, 1). cache: of the B states together, see batch.Batch.
+        """
         self._steps += 1
         if self._steps % CLEAR_CACHE_EVERY == 0:
             mx.clear_cache()
         return run_step(self.holdings, lambda: self._run(ids, cache), cache)
 
     def score(self, ids: Sequence[int], cache: list) -> mx.array:
-        """Logits (N, vocab) float32 of N ids: row i is what is expected after ids[i]. Lazy."""
+        """Return logits (N, vocab) float32 of N ids: row i predicts what follows ids[i]. Lazy."""
         return self._run(mx.array(list(ids), mx.uint32)[None], cache)[0].astype(mx.float32)
 
     def _run(self, ids: mx.array, cache: list) -> mx.array:
-        """A pass of the model: logits (B, N, vocab) for ids (B, N), lazy."""
+        """Run a pass of the model: logits (B, N, vocab) for ids (B, N), lazy."""
         self.load()
         try:
-            # One that reads can fail half way. (The caches of a batch are then given up.)
+            # A pass that reads weights can fail half way. (The caches of a batch are then dropped.)
             reads = self.holdings.reads_in_passes and ids.shape[0] == 1
             with undone_on_failure(cache, ids.shape[1]) if reads else nullcontext():
                 logits = self.model(ids, cache=cache)
@@ -352,8 +356,8 @@ class Engine:
         return logits
 
     def window_warning(self, count: int) -> str | None:
-        """What is wrong with so many tokens of context: they pass a sliding window that the
-        architecture does not keep to. None where nothing is."""
+        """Return a warning if a context of `count` tokens exceeds a sliding window that the
+        architecture does not honour, else None."""
         if self._window is None or count <= self._window:
             return None
         return (

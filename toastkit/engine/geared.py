@@ -1,8 +1,8 @@
-"""Scores of a text in gears: in one throughout, or in gears that change from token to token.
+"""Scores a text in gears: one gear throughout, or gears that change from token to token.
 
-The entropy of the logits at one position chooses the gear of the pass that comes next, and the
-figures of that pass choose again: so a text goes token by token, as it would if it were an answer.
-A window begins with an empty cache and in high gear, because nothing is known before it.
+The entropy of the logits at one position selects the gear of the next pass, whose entropy selects
+again: so a text is read token by token, as if it were being generated. A window begins with an
+empty cache and in high gear, because nothing is known before it.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from toastkit.holdings.policy import NO_WISH, Wish
 from toastkit.model.config import check_ids
 
 FIRST = "high"  # gear of a window's first pass
-DIGITS = 6  # of an entropy that a gear is chosen by: what a frame says, so that all ways agree
+DIGITS = 6  # of an entropy that selects a gear, as in frames, so that all paths agree
 
 
 class Chooser(Protocol):
-    """Who says which gear comes next."""
+    """Selects the next gear."""
 
     def choose(self, entropy: float) -> Wish:
-        """The gear of the pass that consumes the next token. entropy: bits, of the logits that
-        this token is predicted from. Asked once for every pass but a window's first."""
+        """Return the gear of the pass that consumes the next token. entropy: bits, of the logits
+        that predict this token. Called once for every pass except a window's first."""
 
 
 class BySelector:
-    """The gears of a GearSelector: what toast-decode does."""
+    """The gears of a GearSelector, as in toast-decode."""
 
     def __init__(self, selector: GearSelector):
         self._selector = selector
 
     def choose(self, entropy: float) -> Wish:
-        """The selector's decision. Raises DataError for an entropy that is not finite."""
+        """Return the selector's decision. Raises DataError for an entropy that is not finite."""
         decision = self._selector.update(entropy)
         return Wish(decision.gear, decision.expected)
 
 
 class Schedule:
-    """Gears that stand in a list, whatever the entropy: what `BySelector` is compared with."""
+    """A fixed list of gears, whatever the entropy: the baseline for `BySelector`."""
 
     def __init__(self, gears: Iterable[str]):
         self._gears = iter(gears)
 
     def choose(self, entropy: float) -> Wish:
-        """The next gear of the list. Raises ValueError after its last one."""
+        """Return the next gear of the list. Raises ValueError after its last one."""
         gear = next(self._gears, None)
         if gear is None:
             raise ValueError("the schedule has fewer gears than there are passes")
@@ -71,7 +71,7 @@ class Schedule:
 def score_in_gear(
     engine: Engine, ids: Sequence[int], window: int, gear: str, chunk: int | None = None
 ) -> Iterator[Scores]:
-    """As perplexity.score, in one gear throughout. The engine stays in it."""
+    """Score as perplexity.score, in one gear throughout. The engine stays in it."""
     engine.shift(gear)
     for part in score(engine, ids, window, chunk):
         yield replace(part, gears=[gear] * len(part.ids))
@@ -80,14 +80,14 @@ def score_in_gear(
 def score_in_gears(
     engine: Engine, ids: Sequence[int], window: int, chooser_for: Callable[[], Chooser]
 ) -> Iterator[Scores]:
-    """Scores of the tokens ids[1:], in order, each with the gear of the pass that predicted it.
+    """Score the tokens ids[1:], in order, each with the gear of the pass that predicted it.
 
-    window: most tokens that a token is predicted from. chooser_for(): asked for a chooser at the
-    beginning of each window; to give the same one again is fine. Entropies are rounded to 6 digits,
-    as the chooser sees them. The engine stays in the gear of the last pass. Where it cannot shift
-    (engine.gears is None) gears are chosen all the same, and several tokens go through in a pass.
-    Raises DataError for an id that the model does not have, and for logits that are not numbers;
-    what Engine.decide raises.
+    window: most tokens of context for a token. chooser_for(): called for a chooser at the beginning
+    of each window; it may return the same one again. Entropies are rounded to 6 digits, as the
+    chooser sees them. The engine stays in the gear of the last pass. If it cannot shift
+    (engine.gears is None) gears are selected all the same, and a pass takes several tokens. Raises
+    DataError for an id that the model does not have, and for logits that are not numbers; what
+    Engine.decide raises.
     """
     check_ids(ids, engine.vocab)
     for start, part in windows(ids, window):
@@ -98,22 +98,22 @@ def score_in_gears(
 
 
 def score_in_steps(engine: Engine, ids: Sequence[int], window: int) -> Iterator[Scores]:
-    """As perplexity.score, in the gear that the engine is in, a token at a time: each is predicted
-    by the pass that counts where a step may take two (see engine.big_little)."""
+    """Score as perplexity.score, in the engine's current gear, a token at a time: each is predicted
+    by the pass that counts if a step may take two (see engine.big_little)."""
     check_ids(ids, engine.vocab)
     for start, part in windows(ids, window):
         yield from _stepping(engine, start, part, None)
 
 
 def falls_back(engine: Engine) -> bool:
-    """Whether a step may take two passes, so that there is no pass over several tokens."""
+    """True if a step may take two passes, so that several tokens cannot share a pass."""
     return engine.experts is not None and engine.experts.options.threshold is not None
 
 
 def _stepping(
     engine: Engine, start: int, part: Sequence[int], chooser: Chooser | None
 ) -> Iterator[Scores]:
-    """A window, token by token. chooser: None where nothing is said of gears."""
+    """Score a window token by token. chooser: None without gears."""
     meter = EntropyMeter(engine.vocab)
     state = ModelState(engine.new_cache())
     gear, last = FIRST, len(part) - 2
@@ -135,7 +135,7 @@ def _stepping(
 
 
 def _watched(engine: Engine, start: int, part: Sequence[int], chooser: Chooser) -> Iterator[Scores]:
-    """A window in passes of several tokens, with the gears that would have been."""
+    """Score a window in passes of several tokens, with the gears that would have been selected."""
     gear, end = FIRST, start + len(part) - 1
     for scores in score_window(engine, start, part, default_chunk(engine)):
         entropies = [round(entropy, DIGITS) for entropy in scores.entropies]
@@ -148,9 +148,9 @@ def _watched(engine: Engine, start: int, part: Sequence[int], chooser: Chooser) 
 
 
 def _logprob(logits: np.ndarray, target: int) -> float:
-    """ln p of the target, in float64. logits: float32 (vocab,)."""
+    """Return ln p of the target, in float64. logits: float32 (vocab,)."""
     values = logits.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # infinite ones: the result is no number, and refused
+    with np.errstate(invalid="ignore"):  # infinite logits: the result is NaN, and refused
         values -= values.max()
         chosen = values[target]
         return float(chosen - math.log(np.exp(values, out=values).sum()))

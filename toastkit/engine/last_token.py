@@ -1,9 +1,9 @@
-"""A prompt's last token, read in the pass of those before it: its logits alone are computed.
+"""Reads a prompt's last token in the pass of those before it, computing logits for it alone.
 
-That is done only where it gives, to the bit, what a pass over the others and a step give. Native
-operations compute a row in one way, whatever rows are beside it; MLX's own products do not. So a
-model is looked at: passes over one token, two and many are built, and not computed. They must
-compute the same with all rows alike, and nothing that is not known to work row by row.
+That is done only where it gives, to the bit, what a pass over the others and then a step give.
+Native operations compute a row the same way whatever rows are beside it; MLX's own products do not.
+So the model is examined: graphs of passes over one token, two and many are built, not computed.
+They must contain the same operations, all of them known to work row by row.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from toastkit.native.kv_caches import leaves
 from toastkit.native.replacing import last_position_only
 from toastkit.store.skeleton import MISFITS
 
-MANY = 256  # tokens, where an architecture may take another way than with a few
-# MLX's operations, as its graphs call them, that move numbers and change none: there may be more of
-# them in one pass than in another.
+MANY = 256  # tokens, where an architecture may branch differently than for few
+# MLX operations, as its graphs name them, that move numbers and change none: their count may differ
+# between passes.
 MOVES = frozenset({
     "AsStrided", "Broadcast", "BroadcastAxes", "Concatenate", "Contiguous", "Copy", "ExpandDims",
     "Flatten", "Full", "Reshape", "Slice", "SliceUpdate", "Split", "Squeeze", "StopGradient",
     "Transpose", "Unflatten",
 })  # fmt: skip
-# That compute each number, or each row, in one way. On Linux, where there are native operations,
-# MLX takes one number at a time (mlx/backend/cpu/simd). Neither products nor convolutions.
+# Operations that compute each number, or each row, independently. On Linux, where there are native
+# operations, MLX takes one number at a time (mlx/backend/cpu/simd). Neither products nor
+# convolutions.
 BY_ROW = frozenset({
     "Abs", "Add", "Arange", "AsType", "BitwiseAnd", "Cos", "Divide", "Equal", "Erf", "Exp", "Floor",
     "Gather", "GatherAxis", "Greater", "GreaterEqual", "LeftShift", "Less", "LessEqual", "Log",
@@ -42,31 +43,31 @@ BY_ROW = frozenset({
     "Minimum", "Multiply", "Negative", "NotEqual", "Power", "Remainder", "RightShift", "Rsqrt",
     "Select", "Sigmoid", "Sin", "Sqrt", "Square", "Subtract", "Sum", "Tanh",
 })  # fmt: skip
-OURS = "Toast"  # what native operations begin with there
+OURS = "Toast"  # prefix of native operations in graphs
 
 
 class LastToken:
-    """The last token of a model's prompts. Nothing is possible until the model was examined."""
+    """The last token of a model's prompts. Not `possible` before the model was examined."""
 
     def __init__(self) -> None:
         self._heads: list[Any] = []
 
     def examine(self, holdings: Holdings) -> None:
-        """Looks at a model of which nothing is loaded yet."""
+        """Examine a model before any of its weights are loaded."""
         heads = _heads(holdings) if holdings.types.native else []
         heads += _last_layers(holdings) if heads else []
         self._heads = heads if heads and _is_by_row(holdings, heads) else []
 
     @property
     def possible(self) -> bool:
-        """Whether a prompt's last token may go along with those before it."""
+        """True if a prompt's last token may be read in the pass of those before it."""
         return bool(self._heads)
 
     def pass_size(self, left: int, caches: Sequence[Any], chunk: int | None, usual: int) -> int:
-        """Tokens of the next pass of a prompt of which so many are left. All, where that gives what
-        a pass over all but the last, and a step, give; one more than usual, rather than a pass for
-        one. caches: as these tokens find them. chunk: tokens that a pass may have, None for what is
-        usual."""
+        """Return the tokens of the next pass of a prompt with `left` tokens to go. All of them, if
+        that gives what a pass over all but the last, and a step, give; one more than usual, rather
+        than a pass for one. caches: as these tokens find them. chunk: most tokens of a pass, None
+        for the usual."""
         along = 1 < left <= (chunk or usual + 1) and self.possible
         if along and all(_keeps_order(one, left) for one in leaves(caches)):
             return left
@@ -74,13 +75,13 @@ class LastToken:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """While a pass gives logits (B, 1, vocab), of the last position."""
+        """Make passes give logits (B, 1, vocab) of the last position only."""
         with last_position_only(self._heads):
             yield
 
 
 def _heads(holdings: Holdings) -> list[Any]:
-    """The modules whose products may be logits."""
+    """Return the modules whose products may be logits."""
     vocab = holdings.store.config.vocab
     return [
         holding.module
@@ -92,8 +93,8 @@ def _heads(holdings: Holdings) -> list[Any]:
 
 
 def _last_layers(holdings: Holdings) -> list[Any]:
-    """The last layer that keeps something, and those behind it; none of an architecture that has
-    more caches than layers: it runs them again."""
+    """Return the last layer with a cache and those after it; none for an architecture that has more
+    caches than layers, because it runs layers repeatedly."""
     layers, found = list(getattr(holdings.store.model, "layers", None) or ()), []
     if len(holdings.new_caches()) > len(layers):
         return []
@@ -105,10 +106,10 @@ def _last_layers(holdings: Holdings) -> list[Any]:
 
 
 def _is_by_row(holdings: Holdings, heads: Sequence[Any]) -> bool:
-    """Whether passes over any number of tokens compute each in one way, and logits of the last
-    one alone where the heads are told to."""
+    """True if passes over any number of tokens compute each token the same way, with logits of the
+    last one alone if the heads are told to."""
     if reads_on_host(type(holdings.store.model).__module__.rpartition(".")[2]):
-        return False  # it would compute
+        return False  # building the graph would compute
     caches = holdings.new_caches()
     if not all(_keeps_order(one, 1) for one in leaves(caches)):
         return False
@@ -120,17 +121,17 @@ def _is_by_row(holdings: Holdings, heads: Sequence[Any]) -> bool:
                 _computed(holdings, count) == one for count in (2, max(2, min(MANY, *windows)))
             )
     except MISFITS:
-        return False  # what is wrong with the model is told by its first pass
+        return False  # the first pass reports what is wrong with the model
 
 
 def _computed(holdings: Holdings, count: int) -> Counter[str] | None:
-    """How often which operation is in a pass over so many tokens; None where one is not known to
-    compute by rows, or where there are logits of more than one token."""
+    """Count the operations in a pass over `count` tokens; None if one is not known to compute by
+    rows, or if there are logits of more than one token."""
     caches, text = holdings.new_caches(), io.StringIO()
     model: Any = holdings.store.model
     logits = model(mx.zeros((1, count), mx.uint32), cache=caches)
     if logits.shape[1] != 1 or any(getattr(one, "offset", count) != count for one in caches):
-        return None  # or not each layer has read all of them
+        return None  # some layer has not read all of them
     mx.export_to_dot(text, logits, *arrays_in(caches))
     found = Counter(re.findall(r'label ="([^"]*)", shape=rectangle', text.getvalue()))
     computing = Counter({name: n for name, n in found.items() if name not in MOVES})
@@ -139,9 +140,9 @@ def _computed(holdings: Holdings, count: int) -> Counter[str] | None:
 
 
 def _keeps_order(layer: Any, count: int) -> bool:
-    """Whether a cache is, after so many more tokens, what it is when the last comes by itself: a
-    window that is full goes round when it takes one, and not when it takes several. Recurrent
-    states are what their operations make of them."""
+    """True if a cache is the same after `count` more tokens in one pass as with the last one by
+    itself: a full window rotates when it takes one token, and not when it takes several. Recurrent
+    states are determined by their operations."""
     if type(layer).__name__ == "RotatingKVCache":
         return layer.offset + count <= layer.max_size
     return type(layer).__name__ == "ArraysCache" or always_cut([layer])

@@ -1,10 +1,10 @@
-"""The next step's graph, built while the device still computes this one.
+"""Builds the next step's graph while the device still computes this one.
 
-Building a step's graph in Python takes as long as running a small model. In one process it hides
-behind the device's work, because the next token is an array that need not be known yet. Between
-processes the token comes back as a number, so the graph is built on a token that is not known yet.
-With native operations the step can be handed to the device as it is, which begins when the token is
-named; else the token is an array whose memory is written before anything is evaluated.
+Building a step's graph in Python takes as long as running a small model. In one process this
+overlaps with the device's work, because the next token is a lazy array. Between processes the token
+comes back as a number, so the graph is built on a placeholder. With native operations the step can
+be submitted to the device as it is, and begins when the token is named; otherwise the placeholder
+is an array whose memory is written before anything is evaluated.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from toastkit.native.library import in_use
 class Lookahead:
     """One step after `cache`, of a token to be named later. step(token, cache): builds its graph.
     Only for a device that computes on memory that the host can write: store.jobs.host_writes.
-    point: a savepoint of the caches as they are, for who may want to come back from the step; kept:
-    what is kept of it then. sure: nobody does, but at the end of a run. seconds: that building it
-    took. entropy: of its logits, where that was handed over with it.
+    point: a savepoint of the caches as they are, for callers that may roll the step back; kept:
+    what is reused then. sure: the step is rolled back only at the end of a run. seconds: spent
+    building the graph. entropy: of its logits, if submitted with it.
 
     The caches count the step from now on; either `run` or `discard` has to follow.
     """
@@ -42,9 +42,9 @@ class Lookahead:
         start = time.perf_counter()
         self.point, self.kept = point, kept
         self.entropy: NativeEntropy | None = None
-        self._back: Savepoint | None = None  # of one that was handed over
+        self._back: Savepoint | None = None  # of a step that was handed over
         self._sure = sure
-        # Copies hold the arrays as they were. They are let go before the step is evaluated, or
+        # Copies hold the arrays as they were. They are released before the step is evaluated, or
         # MLX would copy what it can write in place.
         self._cache, self._before = cache, copy_caches(cache)
         library = in_use()
@@ -59,7 +59,7 @@ class Lookahead:
         self.seconds = time.perf_counter() - start
 
     def run(self, token: int) -> mx.array:
-        """Names the token; the logits (vocab,) float32 after it, lazy."""
+        """Name the token; return the logits (vocab,) float32 after it, lazy."""
         self._before, self._back = [], None
         if self._awaited is None:
             self._token[()] = token
@@ -68,9 +68,9 @@ class Lookahead:
         return self._logits
 
     def hand_over(self, measured: bool = False) -> None:
-        """Hands the step to the device, which begins when the token is named; until then it does
-        nothing that is handed over later. measured: and then the entropy of its logits. Nothing
-        where there are no native operations, or policies may have the step taken back."""
+        """Submit the step to the device, which begins when the token is named; until then it does
+        nothing that is submitted later. measured: submit the entropy of its logits too. Does
+        nothing without native operations, or if policies may have the step rolled back."""
         if self._awaited is None or self._back is not None or not self._sure:
             return
         self._back = take_savepoint(self._before, 0, one_step=True, own=True)
@@ -80,8 +80,8 @@ class Lookahead:
             self.entropy = NativeEntropy(self._logits) if measured else None
 
     def discard(self) -> None:
-        """Puts the caches back to where they were. One that was handed over takes place, with any
-        token, and is taken back."""
+        """Restore the caches. A step that was handed over runs, with an arbitrary token, and is
+        rolled back."""
         if self._back is None:
             return put_back(self._cache, self._before)
         assert self._awaited is not None  # or it was not handed over

@@ -1,4 +1,4 @@
-"""Opens an engine: a checkpoint with the policies that somebody asked for."""
+"""Opens an engine: a checkpoint and the policies asked for."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def open_engine(
     native_exact: bool = False,
     load: bool = True,
 ) -> Engine:
-    """The engine of a checkpoint. load: has it load its first weights at once.
+    """Open the engine of a checkpoint. load: load its first weights at once.
 
-    device_name, dtype, kv_bits, notify: see Engine. gear_options: None leaves gears out altogether.
-    residency: None has all layers stay. experts: None leaves K as it is, and counts nothing.
-    expert_slots: None has all experts stay. native, threads, native_exact: see NativeOptions.
+    device_name, dtype, kv_bits, notify: see Engine. gear_options: None disables gears. residency:
+    None keeps all layers resident. experts: None leaves K unchanged and counts nothing.
+    expert_slots: None keeps all experts resident. native, threads, native_exact: see NativeOptions.
     Raises UsageError, DataError, IOFailure, NoInputError.
     """
     device.start(device_name)
@@ -82,7 +82,7 @@ def open_engine(
 
 
 def _warn_of_shifts(store: Store, gears: GearPolicy, notify: Callable[[str], None]) -> None:
-    """Says so where layers that are streamed have to be quantised again and again."""
+    """Warn if streamed layers have to be quantised on every pass."""
     if gears.options.fixed != "high" and not store.has_baked_gears:
         notify(
             f"warning: {store.files.name} has no baked gears: layers that do not stay are "

@@ -1,9 +1,9 @@
-"""How well a model predicts a text: log-probability and entropy of every token after the first.
+"""Perplexity: log-probability and entropy of every token of a text after the first.
 
 A text is cut into windows, each read with an empty cache. A window of n tokens has n + 1 ids and
 shares its last one with the next window, so that every token but the text's first is predicted
-once, from at least one token before it. The model is left in whatever gear it is in; with gears
-that change from token to token, see engine.geared.
+once, from at least one token before it. The gear is not changed; for gears that change from token
+to token, see engine.geared.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from toastkit.holdings.streams import arrays_in
 from toastkit.model.config import check_ids
 from toastkit.native.operations import distribution
 
-LOGITS_BYTES = 256 << 20  # that the float32 logits of one pass may take, unless --chunk is given
-SLICE_BYTES = 64 << 20  # of them that are looked at together, which takes five times as much
+LOGITS_BYTES = 256 << 20  # of float32 logits in one pass, unless --chunk is given
+SLICE_BYTES = 64 << 20  # of them reduced at once, which takes five times as much
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the model thought of some tokens that follow each other.
+    """A model's scores of consecutive tokens.
 
-    position: of the first one, counted from the start of the text. ids: the tokens.
-    logprobs: nats, given what stands before in the window. entropies: bits, of the distribution
-    that each token was predicted from. gears: of the passes that gave those, None where nobody
-    said: see engine.geared.
+    position: of the first one, counted from the start of the text. ids: the tokens. logprobs: nats,
+    given what precedes in the window. entropies: bits, of the distribution that each token was
+    predicted from. gears: of the passes that gave those, None if not tracked: see engine.geared.
     """
 
     position: int
@@ -47,9 +46,9 @@ class Scores:
 
 @dataclass
 class Totals:
-    """Sums over tokens. nats: of -log p. entropy: bits. bytes: of UTF-8 that the tokens stand for,
-    0 where that is not known. seconds: of computing. gears: tokens by gear. shifts: changes of
-    gear from one pass of a text to the next."""
+    """Sums over tokens. nats: of -log p. entropy: bits. bytes: of UTF-8 that the tokens encode, 0
+    if unknown. seconds: of computing. gears: tokens by gear. shifts: changes of gear from one pass
+    of a text to the next."""
 
     tokens: int = 0
     nats: float = 0.0
@@ -61,7 +60,7 @@ class Totals:
     _gear: str | None = field(default=None, repr=False, compare=False)  # of the last token
 
     def add(self, scores: Scores) -> None:
-        """Counts more tokens in."""
+        """Add more tokens."""
         self.tokens += len(scores.logprobs)
         self.nats -= math.fsum(scores.logprobs)
         self.entropy += math.fsum(scores.entropies)
@@ -71,7 +70,7 @@ class Totals:
             self._gear = gear
 
     def include(self, other: Totals) -> None:
-        """Counts another text in."""
+        """Add the totals of another text."""
         self.tokens += other.tokens
         self.nats += other.nats
         self.entropy += other.entropy
@@ -82,12 +81,12 @@ class Totals:
 
     @property
     def loss(self) -> float:
-        """Mean of -log p, nats a token."""
+        """Mean of -log p, nats per token."""
         return self.nats / self.tokens if self.tokens else math.nan
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that is larger than a float can be."""
+        """exp(loss); infinite if that overflows a float."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -95,23 +94,23 @@ class Totals:
 
     @property
     def mean_entropy(self) -> float:
-        """Bits a token."""
+        """Bits per token."""
         return self.entropy / self.tokens if self.tokens else math.nan
 
     @property
     def bits_per_byte(self) -> float | None:
-        """-log2 p of the text, a byte of it; None where the bytes are not known."""
+        """-log2 p of the text per byte; None if the bytes are unknown."""
         return self.nats / math.log(2) / self.bytes if self.bytes else None
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds if self.seconds else math.nan
 
 
 def windows(ids: Sequence[int], size: int) -> Iterator[tuple[int, Sequence[int]]]:
-    """(position, ids) of the windows of a text: size + 1 ids or, for the last one, what is left,
-    two at least. Neighbours share one id."""
+    """Yield (position, ids) of the windows of a text: size + 1 ids or, for the last one, the
+    remainder, at least two. Neighbours share one id."""
     for start in range(0, len(ids) - 1, size):
         yield start, ids[start : start + size + 1]
 
@@ -119,11 +118,11 @@ def windows(ids: Sequence[int], size: int) -> Iterator[tuple[int, Sequence[int]]
 def score(
     engine: Engine, ids: Sequence[int], window: int, chunk: int | None = None
 ) -> Iterator[Scores]:
-    """Scores of the tokens ids[1:], in order, a pass at a time.
+    """Score the tokens ids[1:], in order, a pass at a time.
 
-    window: most tokens that a token is predicted from. chunk: tokens in one pass, None for as many
-    as suit the device and the vocabulary; it changes memory and speed, and no result.
-    Raises DataError for an id that the model does not have, and for logits that are not numbers.
+    window: most tokens of context for a token. chunk: tokens in one pass, None for as many as suit
+    the device and the vocabulary; it changes memory and speed, and no result. Raises DataError for
+    an id that the model does not have, and for logits that are not numbers.
     """
     check_ids(ids, engine.vocab)
     for start, part in windows(ids, window):
@@ -131,7 +130,7 @@ def score(
 
 
 def score_window(engine: Engine, start: int, part: Sequence[int], size: int) -> Iterator[Scores]:
-    """As `score`, of the window `part`, which begins at `start`, in passes of `size` tokens."""
+    """Score as `score` the window `part`, which begins at `start`, in passes of `size` tokens."""
     cache = engine.new_cache()
     inputs, targets = part[:-1], part[1:]
     for first in range(0, len(inputs), size):
@@ -146,22 +145,24 @@ def score_window(engine: Engine, start: int, part: Sequence[int], size: int) -> 
 
 
 def timed(parts: Iterator[Scores], totals: Totals) -> Iterator[Scores]:
-    """The parts; tokens and seconds are counted into totals before each is given out."""
+    """Pass the parts through, adding tokens and seconds to totals before each is yielded."""
     start = time.perf_counter()
     for scores in parts:
         totals.add(scores)
         totals.seconds += time.perf_counter() - start
         yield scores
-        start = time.perf_counter()  # what the caller does meanwhile is not the model's time
+        start = time.perf_counter()  # the caller's time is not the model's
 
 
 def default_chunk(engine: Engine) -> int:
-    """Tokens in one pass: what suits the device, less where that would be too many logits."""
+    """Return the tokens in one pass: what suits the device, fewer if the logits would be too
+    large."""
     return min(CHUNK[engine.device], max(1, LOGITS_BYTES // (4 * engine.vocab)))
 
 
 def _judge(logits: mx.array, targets: mx.array) -> tuple[list[float], list[float]]:
-    """(log-probabilities of the targets in nats, entropies in bits), a slice of rows at a time.
+    """Return (log-probabilities of the targets in nats, entropies in bits), a slice of rows at a
+    time.
 
     logits: float32 (n, vocab), lazy. targets: uint32 (n,).
     """
@@ -186,7 +187,7 @@ def _measures(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def checked(scores: Scores) -> Scores:
-    """The scores; raises DataError where one is not a number."""
+    """Return the scores; raises DataError if one is NaN."""
     for n, value in enumerate(zip(scores.logprobs, scores.entropies), scores.position):
         if any(map(math.isnan, value)):
             raise DataError(

@@ -1,5 +1,5 @@
-"""Who is to decide about a model's weights, as plain data. Who asks a daemon makes one, and loads
-nothing for it."""
+"""The policies that decide about a model's weights, as plain data: a daemon's client makes it
+without importing any of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 class PolicyOptions(NamedTuple):
-    """The options of each policy, by the names that opening.open_engine has for them; None leaves
-    it out."""
+    """The options of each policy, named as in opening.open_engine; None leaves it out."""
 
     gear_options: GearOptions | None = None
     experts: ExpertsOptions | None = None
@@ -23,18 +22,18 @@ class PolicyOptions(NamedTuple):
 
     @property
     def changes_results(self) -> bool:
-        """Whether answers may be others than those of the model as it is."""
+        """True if answers may differ from those of the unmodified model."""
         return self.gear_options is not None or self.experts is not None
 
     @property
     def gives_up(self) -> bool:
-        """Whether anything leaves the device when memory is short: a memory warning means
-        something."""
+        """True if anything leaves the device when memory is short, so that memory warnings
+        matter."""
         return self.residency is not None or self.expert_slots is not None
 
     @property
     def resident(self) -> str:
-        """What stays on the device, as the command line has it: ResidencyOptions.setting, and
+        """What stays on the device, as the command line spells it: ResidencyOptions.setting and
         SlotOptions.setting."""
         from toastkit.residency.residency_options import ResidencyOptions
 
@@ -43,7 +42,7 @@ class PolicyOptions(NamedTuple):
 
     @property
     def chosen_experts(self) -> str:
-        """Which experts run, as ExpertsOptions.setting has it."""
+        """Which experts run, as ExpertsOptions.setting spells it."""
         from toastkit.experts.experts_options import ExpertsOptions
 
         return (self.experts or ExpertsOptions()).setting

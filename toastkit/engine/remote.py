@@ -1,11 +1,11 @@
-"""A daemon's weights for toast-prefill and toast-decode: their stages run here, the model there.
+"""Uses a daemon's weights for toast-prefill and toast-decode: the stages run here, the model there.
 
-Pipes, sessions and locks stay in this process; what it computes with is in the daemon, which may
-have loaded it long ago. `RemoteEngine` and `RemoteState` are a StepEngine and its State, as
-step_engine.py has them, so that nothing else changes. MLX is never imported.
+Pipes, sessions and locks stay in this process; the computation is the daemon's, which may have
+loaded the model long ago. `RemoteEngine` and `RemoteState` are a StepEngine and its State
+(step_engine.py), so nothing else changes. MLX is never imported.
 
-One connection; it has one run at a time. Each op is a line, and one line answers it: see RUNS OF
-OTHER PROCESSES in toasted(7). A session's lock goes along as a descriptor, as in a hand-over
+One connection has one run at a time. Each op is a line, answered by a line: see RUNS OF OTHER
+PROCESSES in toasted(7). A session's lock is passed as a descriptor, as in a hand-over
 (session/handover.py): the daemon writes the session under the lock that this process holds.
 """
 
@@ -39,18 +39,18 @@ def attach(
     say: Callable[[str], None] | None = None,
     resident: str | None = None,
 ) -> RemoteEngine | None:
-    """The engine of the daemon that listens at a path, or None: there is none, or it would not
-    compute what this process would.
+    """Return the engine of the daemon that listens at a path, or None if there is none, or if it
+    would not compute what this process would.
 
     fingerprint: of the model. device, dtype, kv_bits: as --device, --dtype and --kv-bits have them;
-    the daemon must use what they would give here. say: takes a line on what a daemon that is there
-    has answered. resident: the setting that its residency must have, as ResidencyOptions.setting
-    has it; None for any. Raises UsageError where it has another.
+    the daemon must use what they would give here. say: takes a line on what a running daemon
+    answered. resident: the setting that its residency must have, as ResidencyOptions.setting has
+    it; None for any. Raises UsageError if it has another.
     """
     try:
         connection = connect(path, own=True)
     except UnavailableError:
-        return None  # it listens, but only for others
+        return None  # it listens, but for other users only
     if connection is None:
         return None
     daemon = Operations(connection, path)
@@ -85,23 +85,23 @@ class Operations:
         self.refuse, self.close = self._wire.refuse, self._wire.close
 
     def ask(self, op: str, fields: dict[str, Any], fd: int | None = None) -> dict[str, Any]:
-        """What the daemon answers to an op. Raises the error that it answers with, and
-        UnavailableError where it is not there any more, or that is no answer."""
+        """Return the daemon's answer to an op. Raises the error that it answers with, and
+        UnavailableError if it is gone, or sends something that is no answer."""
         self.send(op, fields, fd)
         return self.answer()
 
     def send(self, op: str, fields: dict[str, Any], fd: int | None = None) -> None:
-        """Sends an op; its answer is to be fetched before the next one. fd: a descriptor that goes
-        along."""
+        """Send an op; its answer has to be read before the next one. fd: a descriptor to pass with
+        it."""
         if self._wire.over:
             raise _went_away()
-        assert self.waiting is None  # or answers would be taken for those of other ops
+        assert self.waiting is None  # or answers would be mismatched
         self.waiting = op
         self._wire.send({"op": op, **fields}, fd)
 
     def answer(self) -> dict[str, Any]:
-        """The answer to the op that was sent last. Raises as `ask` does."""
-        assert self.waiting is not None  # something was sent
+        """Return the answer to the op sent last. Raises as `ask` does."""
+        assert self.waiting is not None
         reply = self._wire.reply()
         if reply is None:
             raise _went_away()
@@ -115,8 +115,8 @@ class Operations:
 class RemoteEngine:
     """A model that a daemon has loaded: see `step_engine.StepEngine`.
 
-    chunk: tokens of a pass over the prompt, where nobody says otherwise. resident: which of its
-    layers stay on the device, as ResidencyOptions.setting has it.
+    chunk: default tokens of a prefill pass. resident: which of its layers stay on the device, as
+    ResidencyOptions.setting has it.
     """
 
     def __init__(self, daemon: Operations, attached: dict[str, Any]):
@@ -129,14 +129,14 @@ class RemoteEngine:
         self.device: str = attached.get("device", "")
         self.dtype: str | None = attached.get("dtype")
         self.resident: str = attached.get("resident", "all")
-        self._counts = bool(attached.get("counts"))  # that of another version may not know how
+        self._counts = bool(attached.get("counts"))  # a daemon of another version may not know how
         self._report: dict[str, Any] = {}
 
     def restore(
         self, session: Session | None, ids: Sequence[int], source: Session | None = None
     ) -> tuple[RemoteState, int]:
-        """As of StepEngine. The daemon opens the sessions itself; the lock of `session` is lent to
-        it."""
+        """Restore, as StepEngine. The daemon opens the sessions itself; the lock of `session` is
+        lent to it."""
         lock = None if session is None else session.lock
         answer = self._daemon.ask(
             "restore",
@@ -156,7 +156,8 @@ class RemoteEngine:
         ids: Sequence[int],
         chunk: Callable[[], int | None] = lambda: None,
     ) -> Iterator[int]:
-        """As of StepEngine. A pass may be shorter than asked for, where others wait as well."""
+        """Prefill, as StepEngine. A pass may be shorter than asked for if the daemon has other
+        clients."""
         held = len(state.tokens)
         while held < len(ids):
             part = list(ids[held : held + (chunk() or self.chunk)])
@@ -169,29 +170,30 @@ class RemoteEngine:
             yield held
 
     def begin_run(self) -> None:
-        """As of StepEngine, of a run that has been restored; before that nothing is counted."""
+        """Start counting, as StepEngine, for a run that has been restored; before that nothing is
+        counted."""
         self._report = {}
         if self._counts and self._state is not None and self._state.open:
             self._daemon.ask("count", {})
 
     def consume(self, state: RemoteState, token: int, wish: Wish = NO_WISH) -> None:
-        """As of StepEngine: the answer is not waited for. A wish is not sent on."""
+        """Send one token, as StepEngine, without waiting for the answer. A wish is not sent on."""
         state.step(token)
 
     def look_ahead(self, state: RemoteState) -> None:
-        """Nothing: the daemon does that by itself."""
+        """Do nothing: the daemon looks ahead by itself."""
 
     def run_report(self) -> dict[str, Any]:
-        """What the daemon's `residency` and `slots` took since the run began, others' runs
+        """What the daemon's `residency` and `slots` took since the run began, other clients' runs
         included; known once the run's state is closed."""
         return self._report
 
     def hold_report(self, answer: dict[str, Any]) -> None:
-        """Notes what the daemon says of a run that it has let go."""
+        """Keep the daemon's report on a run that it has released."""
         self._report = {name: told for name, told in answer.items() if isinstance(told, dict)}
 
     def logits_of(self, answer: dict[str, Any]) -> memoryview[float] | None:
-        """The logits in an answer, float32 (vocab,), read-only; None where there are none."""
+        """Decode the logits in an answer, float32 (vocab,), read-only; None if there are none."""
         text = answer.get("logits")
         if text is None:
             return None
@@ -206,8 +208,8 @@ class RemoteEngine:
         return values
 
     def close(self) -> None:
-        """Ends the connection. A state that was not closed is let go first: whoever writes the
-        session next must not find it locked."""
+        """Close the connection. A state that was not closed is released first, so that the
+        session's next writer does not find it locked."""
         if self._state is not None:
             self._state.release()
         self._daemon.close()
@@ -221,7 +223,7 @@ class RemoteState:
     """What the daemon's model has read for this process: see `step_engine.State`. session: opened
     and locked here. open: not released yet."""
 
-    passed = None  # it is the daemon's to know
+    passed = None  # known to the daemon only
 
     def __init__(
         self,
@@ -250,21 +252,21 @@ class RemoteState:
         return self._logits
 
     def hold(self, ids: Sequence[int], logits: memoryview[float] | None) -> None:
-        """Notes that the caches hold these tokens too. logits: float32 (vocab,), after the last."""
+        """Note that the caches hold these tokens too. logits: float32 (vocab,), after the last."""
         self.tokens.extend(ids)
         self._logits = logits
 
     def step(self, token: int) -> None:
-        """Has the daemon run one more token; its answer is not waited for."""
-        _ = self.logits  # of the step before, if nobody has asked for them
+        """Have the daemon run one more token, without waiting for the answer."""
+        _ = self.logits  # reads the previous step's answer, if nobody has yet
         self._daemon.send("step", {"token": token})
         self.tokens.append(token)
 
     def submit(self, measured: bool = False) -> None:
-        """Nothing: the daemon has begun."""
+        """Do nothing: the daemon has begun."""
 
     def hand_over_ahead(self, measured: bool = False) -> None:
-        """Nothing: it knows best what else it has to do."""
+        """Do nothing: the daemon schedules its own work."""
 
     def entropy(self) -> None:
         """None: the daemon does not send it."""
@@ -275,14 +277,14 @@ class RemoteState:
         return self._daemon.refuse() if logits is None else logits
 
     def commit(self) -> None:
-        """Has the daemon write the state into its session, if it has one."""
+        """Have the daemon write the state into its session, if it has one."""
         if self.session is not None:
             _ = self.logits
             self._daemon.ask("commit", {})
 
     def close(self) -> None:
-        """Lets the state go, and the session; an ephemeral one vanishes. The daemon's copy of the
-        lock is closed first, so that the session is free when this returns."""
+        """Release the state and close the session; an ephemeral one is deleted. The daemon's copy
+        of the lock is closed first, so that the session is free when this returns."""
         try:
             self.release()
         finally:
@@ -291,14 +293,15 @@ class RemoteState:
                 self.session = None
 
     def release(self) -> None:
-        """Has the daemon let the state go, and waits for that; not while an answer is due, when it
-        was a signal that ended us: the end of the connection does it then. May be called again."""
+        """Have the daemon release the state, and wait for it. Does nothing while an answer is due
+        (a signal ended this process): closing the connection releases it then. May be called
+        again."""
         if self.open and self._daemon.waiting is None:
             self.open = False
             try:
                 self._engine.hold_report(self._daemon.ask("release", {}))
             except ToastError:
-                pass  # it has gone itself, and holds nothing
+                pass  # the daemon is gone, and holds nothing
 
 
 def _went_away() -> UnavailableError:
@@ -306,7 +309,7 @@ def _went_away() -> UnavailableError:
 
 
 def _path_of(session: Session | None) -> str | None:
-    """The path, as the daemon is told of it. Raises UsageError for one that is not UTF-8."""
+    """Return the path as sent to the daemon. Raises UsageError if it is not UTF-8."""
     if session is None:
         return None
     path = os.path.abspath(session.path)

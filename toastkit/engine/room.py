@@ -1,5 +1,5 @@
-"""How much of the device's memory the slots of experts can have, where nobody says: what the
-policies for layers and for experts leave each other."""
+"""Default device memory for expert slots: what the policies for layers and for experts leave each
+other."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from toastkit.text.exact_numbers import counted
 def room_for_experts(
     residency: ResidencyOptions | None, available: Callable[[], int] = available_memory
 ) -> Callable[[Holdings], Room]:
-    """What slots can have, of a model of which nothing is loaded. All that is not experts comes
-    first: a token takes every byte of it, of the experts a few. residency: which layers stay; a
-    budget of bytes is for the experts too. available(): bytes that are free."""
+    """Return a function that sizes the slots of a model before anything is loaded. All other
+    weights come first: a token reads every byte of them, but only a few experts. residency: which
+    layers stay; a budget of bytes includes the experts. available(): bytes that are free."""
     options = residency or ResidencyOptions()
     budget = options.kind == "bytes"
 
@@ -47,8 +47,8 @@ def room_for_experts(
         def size() -> int:
             if budget:
                 return max(0, int(options.amount) - others - reserve)
-            # What is on the device would be available without this model. Not so much that the
-            # first slots would be given up at once.
+            # What is on the device would be available without this model. Leave enough that the
+            # first slots are not evicted at once.
             caches = max(reserve, ledger.of(CACHE) + ledger.of(SESSIONS))
             left = available() + ledger.total() - others - caches
             return max(0, min(int(SAFETY * (left - RUNTIME)), left - LOW))
@@ -63,8 +63,8 @@ def room_for_experts(
 
 
 class Fitted(NamedTuple):
-    """What fits. plan: which layers stay. sizes: of the model, with slots where experts have them.
-    slots, slot_sizes: None where all that is in a layer comes and goes with it."""
+    """What fits. plan: which layers stay. sizes: of the model, with slots for the experts that have
+    them. slots, slot_sizes: None if experts are streamed with their layers."""
 
     plan: ResidencyPlan
     sizes: Sizes
@@ -75,12 +75,11 @@ class Fitted(NamedTuple):
 def fitted(
     holdings: Holdings, sizes: Sizes, room: int, plan: Callable[[Sizes], ResidencyPlan]
 ) -> Fitted:
-    """What fits of a model of which nothing is loaded: all layers, else as many as do beside slots
-    for experts, of which a token wants a few in each layer; where there is too little memory for
-    the least slots, layers alone. sizes: without slots. room: bytes for experts, as
-    `room_for_experts` has them. plan(sizes): which layers stay, where those are the sizes; raises
-    UsageError where none can, as this does, for whichever needs less. The holdings keep the slots
-    that are planned."""
+    """Plan what fits of a model before anything is loaded: all layers, else as many as do beside
+    expert slots, of which a token needs a few in each layer; with too little memory for the minimum
+    of slots, layers alone. sizes: without slots. room: bytes for experts, as from
+    `room_for_experts`. plan(sizes): which layers stay, given those sizes; raises UsageError if none
+    can, as this does, for whichever plan needs less. The holdings keep the planned slots."""
     refused: list[tuple[int, UsageError]] = []
     layers = None
     try:

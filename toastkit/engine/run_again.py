@@ -1,8 +1,9 @@
-"""A step that is looked at when it has run, and taken back and run again where it is not kept: of
-which the little model is not sure (big_little), or that missed an expert (holdings.optimistic).
+"""Speculative steps: a step runs, is judged, and if rejected is rolled back and run again. For
+steps that the little model is not sure of (big_little) and those that missed an expert
+(holdings.optimistic).
 
-Taking back is exact: keys and values are cut off again, a recurrent state is the one that was
-there. So the first run leaves the state, to the bit, as if it had never been.
+Rollback is exact: keys and values are trimmed, a recurrent state is restored. A rejected run leaves
+the state, to the bit, as if it had not happened.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ def run_or_again(
     point: Savepoint,
     common: Kept | None = None,
 ) -> tuple[mx.array, bool]:
-    """The logits, float32 (..., vocab), of a step of one token a row, and whether they are of its
-    second run.
+    """Run a step of one token a row; return its logits, float32 (..., vocab), and True if they are
+    of the second run.
 
-    first(), again(): run it. is_kept(logits): may evaluate them. point: of the caches before it, of
-    `one_step`. common: what is kept of the first for the second. Raises what these raise; where
-    `is_kept` does, the caches are as they were.
+    first(), again(): run it. is_kept(logits): accepts the first run; may evaluate them. point:
+    savepoint of the caches before the step, of `one_step`. common: what the second run reuses of
+    the first. Raises what these raise; if `is_kept` does, the caches are as they were.
     """
     logits = first()
     try:
@@ -45,7 +46,7 @@ def run_or_again(
         raise
     if kept:
         return logits, False
-    del logits  # with what it holds of the caches, or MLX would copy that
+    del logits  # it holds cache arrays, which MLX would otherwise copy
     if common:
         common.evaluate()
         common.forward = ways_forward(caches, common.caches, point)
@@ -54,9 +55,9 @@ def run_or_again(
 
 
 def run_step(holdings: Holdings, run: Step, caches: Sequence[Any]) -> mx.array:
-    """The logits, float32 (B, vocab), of a step of one token a row of these caches: optimistic
-    where experts are in slots and that is due, else lazy. run(): the pass, (B, 1, vocab). Raises
-    what it raises, and as ExpertSlots.settle."""
+    """Run a step of one token a row of these caches; return its logits, float32 (B, vocab):
+    optimistic if experts are in slots and that is due, else lazy. run(): the pass, (B, 1, vocab).
+    Raises what it raises, and as ExpertSlots.settle."""
     if not holdings.has_slots:
         return run()[:, -1].astype(mx.float32)
     optimistic = holdings.slots.optimistic
@@ -69,7 +70,7 @@ def run_step(holdings: Holdings, run: Step, caches: Sequence[Any]) -> mx.array:
         with optimistic.watching():
             return run()[:, -1].astype(mx.float32)
 
-    # Layers that come and go wait by themselves: nothing would be gained.
+    # Streamed layers synchronise anyway: optimism would gain nothing.
     if holdings.streams.layers or not optimistic.is_due():
         return again()
     point = take_savepoint(caches, 0, one_step=True)

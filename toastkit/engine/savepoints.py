@@ -1,8 +1,8 @@
 """Positions at which a state in memory can be resumed, and copies of it that share its arrays.
 
-Attention caches can be cut back to any earlier position. A recurrent state (DeltaNet, SSM), or a
-window that has begun to slide, cannot: it can be resumed where a copy was kept, and nowhere else.
-MLX arrays are values, so a copy costs nothing until one of the two is written to.
+Attention caches can be trimmed to any earlier position. A recurrent state (DeltaNet, SSM), or a
+sliding window that has begun to slide, cannot: it can be resumed only where a copy was kept. MLX
+arrays are values, so a copy costs nothing until one of the two is written to.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from toastkit.session.savepoints import ALWAYS_CUT, Savepoint
 
 
 def copy_caches(caches: Sequence[Any]) -> list:
-    """Caches of their own that share the arrays of these until either is written to."""
+    """Copy caches; the arrays are shared until either copy is written to."""
     return [_copy(layer) for layer in caches]
 
 
 def _copy(layer: Any) -> Any:
-    """A cache is its attributes. Arrays are copied as objects, because `cache.keys[...] = x`
-    changes the object; their data is shared."""
+    """Copy a cache, attribute by attribute. Arrays are copied as objects, because `cache.keys[...]
+    = x` changes the object; their data is shared."""
     if layer is None:
         return None
     twin = object.__new__(type(layer))  # copy.copy takes twice as long
@@ -43,15 +43,15 @@ def _copy_value(value: Any) -> Any:
 
 
 def put_back(caches: Sequence[Any], copies: Sequence[Any]) -> None:
-    """Gives caches what `copy_caches` made of them; the copies are used up."""
+    """Restore caches from the result of `copy_caches`; the copies are used up."""
     for layer, twin in zip(caches, copies):
         if layer is not None:
             vars(layer).update(vars(twin))
 
 
 class _Row(NamedTuple):
-    """What one more token overwrites in a ring that is full. settings: its offset and index. keys,
-    values: (B, H, 1, D), of the position that is written next."""
+    """The row that one more token overwrites in a full ring buffer. settings: the ring's offset and
+    index. keys, values: (B, H, 1, D), of the position that is written next."""
 
     settings: dict[str, int]
     place: int
@@ -62,13 +62,13 @@ class _Row(NamedTuple):
 def take_savepoint(
     caches: Sequence[Any], count: int, *, one_step: bool = False, own: bool = False
 ) -> Savepoint:
-    """What is needed to come back to this position, of `count` tokens, later: the layers that
-    cannot be cut back to it. (A window that has not slid yet may do so later.)
+    """Save what is needed to return to this position, of `count` tokens: the layers that cannot be
+    trimmed to it. (A window that has not slid yet may do so later.)
 
-    one_step: to come back, by `roll_back`, after at most one more token: then no keys and values
-    are held, and so none copied when that token is run, but for the row that it overwrites in a
-    ring. Waits for that row. What is kept is of the caches' leaves. own: these are copies, which
-    may be kept as they are.
+    one_step: for `roll_back` after at most one more token. Then no keys and values are held, so
+    none are copied when that token is run, except the row that it overwrites in a ring; waits for
+    that row. What is kept is per leaf of the caches. own: the caches are copies already, and may be
+    kept as they are.
     """
     if not one_step:
         return Savepoint(count, [None if always_cut([x]) else _copy(x) for x in caches])
@@ -79,14 +79,15 @@ def take_savepoint(
 
 
 def _before_a_step(layer: Any, keep: Callable[[Any], Any] = _copy) -> Any:
-    """What one more token changes in a cache for good: None where it can be cut off again."""
+    """Save what one more token changes irreversibly in a cache; None if it can be trimmed
+    instead."""
     name = type(layer).__name__
     if name == "RotatingKVCache" and layer.keys is not None:
         if layer.keys.shape[2] > layer.max_size:
-            return keep(layer)  # the step makes another array: this one may be held
+            return keep(layer)  # the step makes a new array: holding this one costs no copy
         if layer.offset >= layer.max_size:
             return _row(layer, place_in_ring(layer))
-    # Some versions of mlx_lm cut a chunk's room, others what it holds.
+    # Some versions of mlx_lm trim a chunk's capacity, others its content.
     cut = name == "ChunkedKVCache" and layer.keys is not None
     cut = cut and layer.keys.shape[2] >= layer.chunk_size
     if cut or not layer.is_trimmable():
@@ -95,15 +96,15 @@ def _before_a_step(layer: Any, keep: Callable[[Any], Any] = _copy) -> Any:
 
 
 def _row(layer: Any, place: int) -> _Row:
-    """A copy of one row of a ring, as it is now."""
+    """Copy one row of a ring as it is now."""
     rows = slice(place, place + 1)
     keys, values = (mx.contiguous(x[..., rows, :]) for x in (layer.keys, layer.values))
     return _Row({"offset": layer.offset, "_idx": layer._idx}, place, keys, values)
 
 
 def roll_back(caches: Sequence[Any], held: int, point: Savepoint) -> None:
-    """Takes caches that have read `held` tokens back to a savepoint of `one_step`, which is used
-    up. The caches are then, to the bit, as if they had read no further."""
+    """Roll caches that have read `held` tokens back to a savepoint of `one_step`, which is used up.
+    They are then, to the bit, as if they had read no further."""
     for leaf, before in zip(leaves(caches), point.layers):
         _roll_back(leaf, held - point.count, before)
 
@@ -123,9 +124,10 @@ def _roll_back(layer: Any, count: int, before: Any) -> None:
 def ways_forward(
     caches: Sequence[Any], some: Sequence[Any], point: Savepoint | None = None
 ) -> dict[int, Callable[[], None]]:
-    """Of some of the caches' leaves, by id: what gives them back, to the bit, what they hold now,
-    one token after a savepoint of `one_step`, once they were rolled back to it; as often as they
-    are. point: that one; None for caches of a batch, whose keys and values nobody takes back."""
+    """Return, by id, functions that undo a rollback of some of the caches' leaves: each restores,
+    to the bit, what its leaf holds now, one token after a savepoint of `one_step`, and may be
+    called after every rollback to it. point: that savepoint; None for the caches of a batch, whose
+    keys and values are not rolled back."""
     befores = repeat(None) if point is None else point.layers
     chosen = {id(leaf) for leaf in some}
     now = {
@@ -143,9 +145,8 @@ def _bring_forward(layer: Any, now: Any) -> None:
 
 @contextmanager
 def undone_on_failure(caches: Sequence[Any], tokens: int) -> Iterator[None]:
-    """A pass of so many tokens over the caches of one state: where it raises after some layers have
-    run, these are put back, to the bit. Keys and values are not held, and so not copied, but for
-    what a window loses."""
+    """Restore the caches of one state, to the bit, if a pass of `tokens` tokens raises after some
+    layers have run. Keys and values are not held, so not copied, except what a window loses."""
     before = [_position(leaf, tokens == 1) for leaf in leaves(caches)]
     mx.eval([x.kept[2:] for x in before if isinstance(x.kept, _Row)])
     try:
@@ -158,7 +159,8 @@ def undone_on_failure(caches: Sequence[Any], tokens: int) -> Iterator[None]:
 
 
 class _Position(NamedTuple):
-    """Where a cache stood: its offset, and what `_before_a_step` kept of it, or all."""
+    """Where a cache stood: its offset, and what `_before_a_step` kept of it, or a copy of it
+    all."""
 
     offset: int
     kept: Any
@@ -174,15 +176,15 @@ def _position(layer: Any, one_step: bool) -> _Position:
 
 
 def always_cut(caches: Sequence[Any]) -> bool:
-    """Whether caches can be cut back whatever they read from now on: savepoints are moot."""
+    """True if these caches can be trimmed whatever they read from now on: savepoints are moot."""
     return all(type(leaf).__name__ in ALWAYS_CUT for leaf in leaves(caches))
 
 
 def resume_at(
     caches: Sequence[Any], held: int, n: int, savepoints: Sequence[Savepoint]
 ) -> list | None:
-    """Caches that have read the first n of the `held` tokens that these have; they share arrays.
-    None where they cannot be cut back to n and no savepoint is there."""
+    """Return caches that have read the first n of the `held` tokens of these, sharing arrays; None
+    if they cannot be trimmed to n and there is no savepoint."""
     twins = copy_caches(caches)
     if n == held:
         return twins
@@ -197,22 +199,22 @@ def resume_at(
 
 
 def _cut(layers: Sequence[Any], count: int) -> bool:
-    """Cuts tokens off the end of each; whether all could."""
+    """Trim tokens off the end of each layer; True if all could."""
     return all(layer.is_trimmable() and _trim(layer, count) == count for layer in layers)
 
 
 def _trim(layer: Any, count: int) -> int:
-    """Cuts tokens off the end; how many it could."""
+    """Trim tokens off the end; return how many were trimmed."""
     done = layer.trim(count)
     for part in (layer, *getattr(layer, "caches", ())):
         if type(part).__name__ == "ConcatenateKVCache" and part.keys is not None:
-            # It grows from what it has, whatever its offset says.
+            # It appends to its arrays, whatever its offset says.
             part.keys, part.values = (x[..., : part.offset, :] for x in (part.keys, part.values))
     return done
 
 
 def resumable(caches: Sequence[Any], held: int, most: int, savepoints: Sequence[Savepoint]) -> int:
-    """The largest n of at most `most` tokens for which `resume_at` gives caches, or 0."""
+    """Return the largest n <= `most` for which `resume_at` gives caches, or 0."""
     if most >= held:
         return held
     if most > 0 and resume_at(caches, held, most, ()) is not None:
@@ -221,8 +223,8 @@ def resumable(caches: Sequence[Any], held: int, most: int, savepoints: Sequence[
 
 
 def thinned(savepoints: Sequence[Savepoint], most: int) -> list[Savepoint]:
-    """At most `most` savepoints: those go whose loss costs least, which is what lies between them
-    and the one before. The last two stay: the next turn wants one of them."""
+    """Keep at most `most` savepoints, dropping those whose loss costs least: the distance to the
+    one before. The last two stay, because the next turn needs one of them."""
     kept = sorted(savepoints, key=lambda point: point.count)
     while len(kept) > most:
         gaps = [p.count - (kept[i - 1].count if i else 0) for i, p in enumerate(kept[:-2])]
@@ -231,7 +233,7 @@ def thinned(savepoints: Sequence[Savepoint], most: int) -> list[Savepoint]:
 
 
 def longest(caches: Sequence[Any]) -> int:
-    """The tokens in the caches, of the longest state in a batch."""
+    """Return the tokens in the caches, of the longest state in a batch."""
     for layer in caches:
         for name in ("offset", "_idx"):
             count = getattr(layer, name, None)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Caches(list):
-    """The caches of a state, one a layer, or several: see Engine.counted. Some may be None."""
+    """The caches of a state, one or several per layer: see Engine.counted. Some may be None."""
 
     @property
     def nbytes(self) -> int:
@@ -27,8 +27,8 @@ class Caches(list):
 
 
 class Passed(NamedTuple):
-    """How a step was done. k: experts that a token went to in the pass that counts. fallback: the
-    big model's, after a little one's that does not."""
+    """How a step was done. k: experts per token in the pass that counts. fallback: that pass was
+    the big model's, after a rejected one of the little model."""
 
     k: int
     fallback: bool
@@ -36,14 +36,14 @@ class Passed(NamedTuple):
 
 @dataclass(eq=False)
 class ModelState:
-    """A state is what an Engine works on; by itself it does nothing but be kept.
+    """The data that an Engine works on.
 
     cache: of the model's layers. tokens: ids that the caches hold; an id may still be a device
-    array (). logits: (vocab,) float32 after the last of them, lazy. session: where `commit` puts
+    array (). logits: (vocab,) float32 after the last of them, lazy. session: where `commit` writes
     it, None for a state that is not kept. savepoints: earlier positions at which it can be resumed,
-    ascending. ahead: the next step, if it was looked ahead to. passed: how the last step was done,
-    where experts were chosen for it; None for a prompt. experts: what slots have to say of it, None
-    where there is nothing to say.
+    ascending. ahead: the next step, if built already. passed: how the last step was done, if
+    experts were chosen for it; None for a prompt. experts: the report of expert slots on it, None
+    if there is nothing to report.
     """
 
     cache: list
@@ -59,8 +59,8 @@ class ModelState:
     def next_logits(
         self, step: Callable[[int | mx.array, list], mx.array], token: int | mx.array
     ) -> mx.array:
-        """The logits (vocab,) float32 after one more token, lazy; the caches count it from now on.
-        step(token, cache): the pass, where it was not looked ahead to."""
+        """Return the logits (vocab,) float32 after one more token, lazy; the caches count it from
+        now on. step(token, cache): the pass, if it was not built ahead."""
         ahead = self.ahead
         if ahead is not None and isinstance(token, int):
             self.ahead, self._entropy = None, ahead.entropy
@@ -70,45 +70,45 @@ class ModelState:
         return step(token, self.cache)
 
     def submit(self, measured: bool = False) -> None:
-        """Lets the device begin with what was consumed. measured: and then with the entropy."""
+        """Submit what was consumed to the device. measured: submit its entropy too."""
         mx.async_eval(self.logits)
         if measured and self._entropy is None:
             self._entropy = NativeEntropy(self.logits)  # type: ignore[arg-type]
 
     def hand_over_ahead(self, measured: bool = False) -> None:
-        """Hands the step that was looked ahead to to the device, which waits for its token; until
-        that is consumed, or the step is taken back, nothing else may be asked of it."""
+        """Submit the step that was built ahead; the device waits for its token. Until that is
+        consumed, or the step is taken back, nothing else may be asked of the device."""
         if self.ahead is not None:
             self.ahead.hand_over(measured)
 
     def entropy(self) -> float | None:
-        """In bits, of the logits that were submitted to be measured; waits for it. None where it
-        was not computed: see NativeEntropy."""
+        """Entropy in bits of the logits that were submitted to be measured; waits for it. None if
+        it was not computed: see NativeEntropy."""
         return None if self._entropy is None else self._entropy.bits()
 
     def values(self) -> memoryview[float]:
-        """The logits, float32 (vocab,), where the host can read them; waits for them."""
+        """The logits, float32 (vocab,), in host memory; waits for them."""
         return memoryview(self.logits)  # type: ignore[arg-type]
 
     def take_back(self) -> None:
-        """Takes back a step that was only looked ahead to."""
+        """Roll back a step that was only built ahead."""
         if self.ahead is not None:
             self.ahead.discard()
             self.ahead = None
 
     def read_tokens(self) -> list[int]:
-        """The tokens, all of them known; waits for those that are not yet."""
+        """Return the tokens as ints; waits for those still being computed."""
         self.tokens = [t if isinstance(t, int) else int(t.item()) for t in self.tokens]
         return self.tokens
 
     def write_ahead(self, room: int) -> None:
-        """Writes what its session's next commit would, as far as that is known, while a prompt of
-        `room` tokens is read; after the last of them the commit follows."""
+        """Write what its session's next commit would, as far as known, while a prompt of `room`
+        tokens is read; the commit follows after the last of them."""
         if self.session is not None and self.logits is None:
             self.session.write_ahead(self.read_tokens(), self.cache, room)
 
     def commit(self) -> None:
-        """Writes the state into its session, if it has one."""
+        """Write the state into its session, if it has one."""
         if self.session is None:
             return
         self.take_back()
@@ -118,7 +118,7 @@ class ModelState:
         self.session.commit(tokens, self.cache, logits, kept)
 
     def close(self) -> None:
-        """Lets the session go; an ephemeral one vanishes."""
+        """Close the session; an ephemeral one is deleted."""
         self.take_back()
         if self.session is not None:
             self.session.close()

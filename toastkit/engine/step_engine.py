@@ -1,7 +1,7 @@
-"""What the stages ask of a model that takes steps, whoever computes it. Imports no MLX.
+"""The interface of a model that takes steps, as the stages use it. Imports no MLX.
 
 `engine.Engine` is a model of this process, `remote.RemoteEngine` a daemon's. What a model has read
-is a state, which is the engine's: the stages look at it and hand it back.
+is a state, owned by the engine: the stages inspect it and pass it back.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class State(Protocol):
     """What a model has read.
 
-    tokens: ids that the caches hold, each an int or a device array () that may not be known yet.
-    session: where `commit` puts the state, None for one that is not kept. passed: how the last step
-    was done, state.Passed, where experts were chosen for it. experts: what slots have to say of
-    it, None where there is nothing to say.
+    tokens: ids that the caches hold, each an int or a device array () that may not be computed yet.
+    session: where `commit` writes the state, None for one that is not kept. passed: how the last
+    step was done, state.Passed, if experts were chosen for it. experts: the report of expert slots
+    on it, None if there is nothing to report.
     """
 
     tokens: list[Any]
@@ -34,25 +34,25 @@ class State(Protocol):
         """float32 (vocab,) after the last token, None while the prompt is read."""
 
     def submit(self, measured: bool = False) -> None:
-        """Lets the device begin with what was consumed. measured: and then with the entropy of the
-        logits, where it does that sooner than the host."""
+        """Submit what was consumed to the device. measured: submit the entropy of the logits too,
+        if the device computes it sooner than the host."""
 
     def hand_over_ahead(self, measured: bool = False) -> None:
-        """Where the engine has looked ahead to a step, and the device can wait for its token: hands
-        it over, as of `submit`. Nothing else may be asked of the device until that is consumed."""
+        """If the engine has built a step ahead and the device can wait for its token, submit it, as
+        `submit` does. Nothing else may be asked of the device until that token is consumed."""
 
     def entropy(self) -> float | None:
-        """In bits, of logits that were submitted to be measured; waits for it. None where it was
-        not computed, or cannot be before they are made finite."""
+        """Entropy in bits of logits that were submitted to be measured; waits for it. None if it
+        was not computed, or cannot be before the logits are made finite."""
 
     def values(self) -> memoryview[float]:
-        """The logits, float32 (vocab,), where the host can read them; waits for them."""
+        """The logits, float32 (vocab,), in host memory; waits for them."""
 
     def commit(self) -> None:
-        """Writes the state into its session, if it has one."""
+        """Write the state into its session, if it has one."""
 
     def close(self) -> None:
-        """Lets the session go; an ephemeral one vanishes."""
+        """Close the session; an ephemeral one is deleted."""
 
 
 S = TypeVar("S", bound=State)
@@ -61,8 +61,8 @@ S = TypeVar("S", bound=State)
 class StepEngine(Protocol[S]):
     """A model, with states of a type S.
 
-    vocab: entries in the logits. context: tokens that the model can read, None where that is not
-    known. device: "cpu" or "gpu". dtype: of activations, None for the checkpoint's own.
+    vocab: entries in the logits. context: tokens that the model can read, None if unknown. device:
+    "cpu" or "gpu". dtype: of activations, None for the checkpoint's own.
     """
 
     device: str
@@ -77,29 +77,31 @@ class StepEngine(Protocol[S]):
     def restore(
         self, session: Session | None, ids: Sequence[int], source: Session | None = None
     ) -> tuple[S, int]:
-        """The state from which a prompt can be continued, and how many of its tokens it holds.
+        """Return the state from which a prompt can be continued, and how many of its tokens it
+        holds.
 
-        ids: the prompt's tokens. session: where it is kept. source: the session to read, where it
-        is another one."""
+        ids: the prompt's tokens. session: where it is kept. source: the session to read, if it is
+        another one.
+        """
 
     def reading(
         self, state: S, ids: Sequence[int], chunk: Callable[[], int | None] = lambda: None
     ) -> Iterator[int]:
-        """Reads what the state does not hold of the prompt yet; yields the number of tokens it
-        holds after each pass. Until the last pass the state has no logits. chunk(): tokens of the
-        next pass at most, None for what suits the device."""
+        """Prefill what the state does not hold of the prompt yet; yield the number of tokens it
+        holds after each pass. Until the last pass the state has no logits. chunk(): most tokens of
+        the next pass, None for what suits the device."""
 
     def begin_run(self) -> None:
-        """A run begins: what `run_report` counts is counted from here on."""
+        """Begin a run: `run_report` counts from here on."""
 
     def consume(self, state: S, token: Any, wish: Wish = NO_WISH) -> None:
-        """Runs one more token, an int or a device array (). Lazy: nothing is waited for."""
+        """Run one more token, an int or a device array (). Lazy: nothing is waited for."""
 
     def look_ahead(self, state: S) -> None:
-        """Builds the next step already, whatever its token will be, where that is possible."""
+        """Build the next step for a token to come, if that is possible."""
 
     def run_report(self) -> dict[str, Any]:
-        """What there is to say of the run at its end, by name: its `gears`, where it has any."""
+        """Return the reports on the run at its end, by name: its `gears`, if it has any."""
 
     def close(self) -> None:
-        """Lets go of what is held open."""
+        """Close what is held open."""
