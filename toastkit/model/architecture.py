@@ -1,8 +1,8 @@
 """Finds an architecture in `mlx_lm.models` without running `mlx_lm/__init__`.
 
-That file pulls in transformers and costs most of a second. So the package is put into `sys.modules`
-as a module that has a path but has not run; the first attribute somebody asks of it (`mlx_lm.load`)
-runs it after all, so that other users of mlx_lm in the same process notice nothing.
+That file imports transformers and takes most of a second. So the package is put into `sys.modules`
+as a module that has a path but has not run; the first attribute requested of it (`mlx_lm.load`)
+runs it, so that other users of mlx_lm in the same process notice nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Deferred(ModuleType):
             raise AttributeError(name)
         self.__dict__["_running"] = True
         spec = self.__spec__
-        assert spec is not None and spec.loader is not None  # given by _mlx_lm
+        assert spec is not None and spec.loader is not None  # set by _mlx_lm
         spec.loader.exec_module(self)
         return getattr(self, name)
 
@@ -50,7 +50,7 @@ def _mlx_lm() -> ModuleType:
 
 
 def import_architecture(config: ModelConfig) -> ModuleType:
-    """The `mlx_lm.models` module with `Model` and `ModelArgs` for a configuration.
+    """Import the `mlx_lm.models` module with `Model` and `ModelArgs` for a configuration.
 
     Raises DataError for a model type that mlx_lm does not know, or that cannot work here.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: sizes, limits, sampling defaults, and its fingerprint."""
+"""A checkpoint's config: sizes, limits, sampling defaults; and its fingerprint."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from toastkit.sampling.sampling_options import SamplingOptions
 
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
-MOST = 1 << 53  # of any number here; beyond it floats have gaps
+MOST = 1 << 53  # largest number accepted here; beyond it floats have gaps
 MAX_HEADER_BYTES = 100 << 20
-# What configurations call the longest context: nearly all the first; gpt2 and gptj n_positions.
+# Names for the longest context: nearly all use the first; gpt2 and gptj n_positions.
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "model_max_length", "max_seq_len")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
 class ModelConfig(NamedTuple):
     """model_type: names the architecture. vocab: entries in the logits. context: most tokens the
-    positions allow, None where the checkpoint sets no limit. raw: config.json whole."""
+    positions allow, None if the checkpoint sets no limit. raw: all of config.json."""
 
     model_type: str
     vocab: int
@@ -33,14 +33,14 @@ class ModelConfig(NamedTuple):
 
     @property
     def levels(self) -> tuple[dict, dict]:
-        """Where a field of the language model may stand: on top, or below `text_config`."""
+        """The levels at which a field of the language model may be: the top, and `text_config`."""
         text = self.raw.get("text_config")
         return self.raw, text if isinstance(text, dict) else {}
 
 
 def load_config(files: ModelFiles) -> ModelConfig:
-    """Reads config.json. Raises DataError where a field that everything needs is missing, and for
-    numbers that are not finite."""
+    """Read config.json. Raises DataError for numbers that are not finite, and if a required field
+    is missing."""
     raw = files.read_json("config.json")
     if raw is None:
         raise DataError(f"{files.name}: no config.json")
@@ -53,7 +53,7 @@ def load_config(files: ModelFiles) -> ModelConfig:
     vocab = top.get("vocab_size", text.get("vocab_size"))
     if type(vocab) is not int or not 1 <= vocab <= MOST:
         raise DataError(f"{files.name}: config.json has no usable vocab_size")
-    # The most positions, by the first of the names for it.
+    # The context length, by the first of its names.
     said = ((name, fields.get(name)) for fields in (top, text) for name in CONTEXT_NAMES)
     name, context = next((pair for pair in said if pair[1] is not None), ("", None))
     if context is not None and (type(context) is not int or not 1 <= context <= MOST):
@@ -62,8 +62,8 @@ def load_config(files: ModelFiles) -> ModelConfig:
 
 
 def _check_finite(raw: dict, where: str) -> None:
-    """Raises DataError for NaN, and for infinity but in what sets no limit by it, as the
-    time_step_limit of Mamba2 does."""
+    """Raise DataError for NaN, and for infinity except in fields where it means no limit, such as
+    the time_step_limit of Mamba2."""
     left: list[tuple[str, object]] = [("", raw)]
     while left:
         name, value = left.pop()
@@ -77,21 +77,21 @@ def _check_finite(raw: dict, where: str) -> None:
 
 
 def check_ids(ids: Collection[int], vocab: int) -> None:
-    """Raises DataError for a token that a model of `vocab` entries does not have."""
+    """Raise DataError for a token outside a vocabulary of `vocab` entries."""
     if ids and max(ids) >= vocab:
         raise DataError(f"token {max(ids)} is outside the vocabulary of {vocab}")
 
 
 def digits(number: int) -> str:
-    """A whole number for a message, however long."""
+    """Format an integer for a message, however long."""
     return str(number) if abs(number) <= MOST else "of too many digits"
 
 
 def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
-    """The sampling settings that generation_config.json sets, which are called as our options.
+    """Return the sampling settings in generation_config.json, by the names of our options.
 
-    As in transformers, they hold only where `do_sample` is true: a checkpoint without it is greedy.
-    A top_k below 0 is off, as in vLLM and llama.cpp. Raises DataError for what they cannot be.
+    As in transformers, they apply only if `do_sample` is true: a checkpoint without it is greedy. A
+    top_k below 0 is off, as in vLLM and llama.cpp. Raises DataError for invalid values.
     """
     generation = files.read_json("generation_config.json") or {}
     if generation.get("do_sample") is not True:
@@ -100,7 +100,7 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
     for name in SAMPLING:
         value = generation.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not -MOST <= value <= MOST:  # nor NaN
+            if not -MOST <= value <= MOST:  # refuses NaN too
                 raise DataError(f"{files.name}: generation_config.json has no usable {name}")
             found[name] = max(int(value), 0) if name == "top_k" else float(value)
     try:
@@ -111,7 +111,7 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
 
 
 def fingerprint(files: ModelFiles) -> str:
-    """32 hex digits that tell this checkpoint and tokenizer from any other.
+    """Return 32 hex digits that identify this checkpoint and tokenizer.
 
     Covers config.json, tokenizer.json and the chat templates whole; of each weight file its size,
     its safetensors header and 64 samples of 4 KiB spread evenly, so that a 40 GB checkpoint costs

@@ -1,8 +1,9 @@
-"""A download from the Hugging Face hub, in a process of its own: the threads of huggingface_hub
-cannot be stopped, a process can. Run by toastkit.model.hub, which ends it by closing its stdin.
+"""Downloads a model from the Hugging Face hub in a process of its own: the threads of
+huggingface_hub cannot be stopped, a process can. Run by toastkit.model.hub, which ends it by
+closing its stdin.
 
-What has come is held against its hash and its headers; config.json comes last, since without it no
-snapshot counts as a model.
+Downloaded files are checked against their hashes and headers; config.json comes last, because a
+snapshot without it does not count as a model.
 """
 
 from __future__ import annotations
@@ -33,23 +34,24 @@ from toastkit.model.files import CONFIG_FILE, TEMPLATES_FOLDER, ModelFiles
 from toastkit.model.safetensors import read_header
 
 SUFFIXES = (".json", ".safetensors", ".jinja")  # all that inference reads; no Python, no pickle
-# Other copies of the same weights, and exports for other programs, lie in folders or are so called.
+# Other copies of the same weights, and exports for other programs, are in folders or have these
+# names.
 IGNORE = ["*/*", "consolidated*"]
-CHUNK_BYTES = 1 << 18  # what is noticed as progress, and the most that a broken connection loses
+CHUNK_BYTES = 1 << 18  # granularity of progress, and the most that a broken connection loses
 TAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-RETRIES = 5  # of the library, each after its timeout
+RETRIES = 5  # by huggingface_hub, each after its timeout
 LIBRARY = "huggingface_hub"
-REFUSED = re.compile(r"HTTP Error ([0-9]{3}) ")  # what it logs of an answer before it asks again
+REFUSED = re.compile(r"HTTP Error ([0-9]{3}) ")  # what it logs of an answer before it retries
 KEPT = "the files that are whole are kept: run it again when the network is back"
 LATER = "the files that are whole are kept: run it again later"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> NoReturn:
-    """Fetches what the arguments name, HUB_ID and REVISION, and answers on stdout: a JSON object,
+    """Fetch what the arguments name, HUB_ID and REVISION, and answer on stdout: a JSON object,
     either `path` or `code`, `message` and `hint`."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # anything else printed goes to stderr
 
     def answer(**fields: object) -> NoReturn:
         json.dump(fields, answers)
@@ -71,8 +73,8 @@ def _end_with_parent() -> None:
 
 
 def fetch(hub_id: str, revision: str, answer: Callable[..., NoReturn]) -> Path:
-    """The directory of a model that is all there and checked. answer: as `main` gives it, for what
-    cannot be raised. Raises what `what_failed` knows, and ToastError for what came wrong."""
+    """Download and check a model; return its directory. answer: as `main` defines it, for what
+    cannot be raised. Raises what `what_failed` knows, and ToastError for damaged files."""
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.utils import tqdm
@@ -93,7 +95,7 @@ def fetch(hub_id: str, revision: str, answer: Callable[..., NoReturn]) -> Path:
     log.addFilter(watch.listen)
 
     class Bar(tqdm):
-        """A progress bar that the watch sees."""
+        """A progress bar that reports to the watchdog."""
 
         def update(self, n: float | None = 1) -> bool | None:
             watch.add(n or 0)
@@ -122,7 +124,7 @@ def fetch(hub_id: str, revision: str, answer: Callable[..., NoReturn]) -> Path:
     ) as bar:  # fmt: skip
         for file in wanted:
             check_file(file, hub_id, bar.update)
-    _ = ModelFiles(path, hub_id).headers  # raises for what no single file tells
+    _ = ModelFiles(path, hub_id).headers  # raises for faults across files
     download(path.name, [], [CONFIG_FILE])
     config = path / CONFIG_FILE
     if not config.is_file():
@@ -132,9 +134,9 @@ def fetch(hub_id: str, revision: str, answer: Callable[..., NoReturn]) -> Path:
 
 
 class _Watch:
-    """Calls give_up when, inside its `with`, the most that there has been has not grown for some
-    seconds. A file that is begun anew again and again does not count as growing. refused: the HTTP
-    status of the last answer that was an error after which the library asks again, 0 for none."""
+    """Watchdog: calls give_up if, inside its `with`, the byte count's maximum has not grown for
+    some seconds. A file that restarts again and again does not count as growing. refused: the HTTP
+    status of the last error answer after which the library retries, 0 for none."""
 
     def __init__(self, seconds: float, give_up: Callable[[], NoReturn]):
         self._seconds = seconds
@@ -144,14 +146,15 @@ class _Watch:
         self.refused = 0
 
     def add(self, count: float) -> None:
-        """count: bytes that have come, less than 0 where they were thrown away."""
+        """Add bytes received; a negative count means bytes discarded."""
         with self._lock:
             self._now += count
             if self._now > self._most:
                 self._most, self._since = self._now, time.monotonic()
 
     def listen(self, record: logging.LogRecord) -> bool:
-        """A filter of the library's log, which alone hears of them. Whether it is shown."""
+        """Filter the library's log, the only place where retries show. Returns whether to show the
+        record."""
         if found := REFUSED.search(record.getMessage()):
             self.refused = int(found[1])
         return logging.getLogger(LIBRARY).isEnabledFor(record.levelno)
@@ -174,12 +177,12 @@ class _Watch:
 
 
 def check_file(file: Path, hub_id: str, progress: Callable[[int], object] = int) -> None:
-    """One file of a snapshot, which is a link to a blob named by the hub's ETag: the SHA-256 of a
-    large file, git's SHA-1 of a small one. Where there is none, weights have to have a sound header
-    at least. progress: is told of bytes that have been read.
+    """Check one file of a snapshot, which is a link to a blob named by the hub's ETag: the SHA-256
+    of a large file, git's SHA-1 of a small one. Without an ETag, weights must at least have a valid
+    header. progress: called with the bytes read.
 
-    Raises IOFailure for a file that came wrong, DataError for weights that are wrong: both are
-    removed, so that the next download fetches them anew.
+    Raises IOFailure for a damaged file, DataError for invalid weights: both are removed, so that
+    the next download fetches them again.
     """
     tag = os.path.basename(os.readlink(file)) if file.is_symlink() else ""
     if TAG.fullmatch(tag) is None:
@@ -198,7 +201,7 @@ def check_file(file: Path, hub_id: str, progress: Callable[[int], object] = int)
 
 
 def _hashes(file: Path, length: int, progress: Callable[[int], object]) -> list[str]:
-    """The hex digests that a tag of so many characters may be; a mirror's is not always git's."""
+    """Return the hex digests that a tag of that length may be; a mirror's is not always git's."""
     digests = [hashlib.sha256()]
     if length == 40:
         digests = [hashlib.sha1(b"blob %d\0" % file.stat().st_size), hashlib.sha1()]
@@ -211,7 +214,7 @@ def _hashes(file: Path, length: int, progress: Callable[[int], object]) -> list[
 
 
 def _remove(file: Path) -> None:
-    """Deletes a file of a snapshot and what it leads to."""
+    """Delete a file of a snapshot and the blob it links to."""
     for path in (file.resolve(), file):
         path.unlink(missing_ok=True)
 
@@ -220,7 +223,7 @@ def _remove(file: Path) -> None:
 
 
 def what_failed(hub_id: str, revision: str, error: Exception) -> ToastError:
-    """The library's own text can be a paragraph."""
+    """Convert an error to one line; the library's own text can be a paragraph."""
     if isinstance(error, ToastError):
         return error
     if isinstance(error, ImportError):
@@ -260,7 +263,7 @@ def what_failed(hub_id: str, revision: str, error: Exception) -> ToastError:
 
 
 def _refused(hub_id: str, status: int) -> UnavailableError:
-    """Of an answer of HTTP that is an error."""
+    """Return the error for an HTTP error status."""
     hint = None
     if status in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN):
         hint = "hf auth login says who you are"
@@ -270,5 +273,5 @@ def _refused(hub_id: str, status: int) -> UnavailableError:
 
 
 def _named(status: int) -> str:
-    """A status of HTTP with its phrase, where it has one."""
+    """Format an HTTP status with its phrase, if it has one."""
     return f"{status} {http.client.responses.get(status, '')}".rstrip()

@@ -1,7 +1,7 @@
 """The files of a checkpoint: a directory, or one `.toast` file.
 
 A directory has config.json, tokenizer.json and so on, and its weights in one of three layouts:
-`model.safetensors`, shards that `model.safetensors.index.json` lists, or a file a layer as
+`model.safetensors`, shards listed by `model.safetensors.index.json`, or one file per layer as
 `toast-model split` writes them. Imports neither MLX nor numpy.
 """
 
@@ -18,24 +18,24 @@ from toastkit.model import toast_format
 from toastkit.model.safetensors import Header, check_sizes, read_header
 from toastkit.text.bounded_json import parse
 
-# What a model needs beside its weights; a .toast file carries those that there are.
+# What a model needs besides its weights; a .toast file carries those that exist.
 SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-TEMPLATES_FOLDER = "additional_chat_templates"  # of templates with names, beside the default
+TEMPLATES_FOLDER = "additional_chat_templates"  # named templates, besides the default
 MOST_TEMPLATES = 64
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 _SHARD = r"(.+-)([0-9]{1,9})(-of-([0-9]{1,9})\.safetensors)"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 MAX_SMALL_FILE_BYTES = 16 << 20
-MAX_LARGER_FILE_BYTES = 64 << 20  # of those that grow with the vocabulary or the tensors
+MAX_LARGER_FILE_BYTES = 64 << 20  # limit for files that grow with the vocabulary or the tensors
 LARGER_FILES = ("tokenizer.json", INDEX_FILE)
 
 
 class ModelFiles:
-    """A checkpoint. path: the directory or the .toast file. name: what a user calls it."""
+    """A checkpoint. path: the directory or the .toast file. name: as the user gave it."""
 
     def __init__(self, path: Path, name: str):
         self.path = path
@@ -43,8 +43,8 @@ class ModelFiles:
         self.is_toast = path.is_file()
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small file (config, tokenizer, template), or None where it is absent.
-        Raises DataError for one that is not small, what from_os_error gives."""
+        """Return the content of a small file (config, tokenizer, template), or None if absent.
+        Raises DataError if it is too large, what from_os_error gives."""
         try:
             if self.is_toast:
                 return self._read_inside(name)
@@ -69,11 +69,11 @@ class ModelFiles:
             return file.read(entry.nbytes)
 
     def small_files(self) -> list[str]:
-        """The names of the small files that there may be. Raises as additional_templates."""
+        """Return the names of all possible small files. Raises as additional_templates."""
         return [*SMALL_FILES, *self.additional_templates()]
 
     def additional_templates(self) -> list[str]:
-        """The names of the chat templates in their folder, sorted; hidden files are none.
+        """Return the names of the chat templates in their folder, sorted, without hidden files.
         Raises DataError for too many, what from_os_error gives."""
         try:
             if self.is_toast:
@@ -86,7 +86,7 @@ class ModelFiles:
             return []
         except OSError as error:
             raise from_os_error(error, f"cannot read {self.path / TEMPLATES_FOLDER}") from error
-        # What a .toast file says becomes a path where it is split.
+        # A name in a .toast file becomes a path when it is split.
         names = [n for n in found if re.fullmatch(r"[^./][^/]*\.jinja", n) and n.isprintable()]
         if len(names) > MOST_TEMPLATES:
             raise DataError(
@@ -100,7 +100,7 @@ class ModelFiles:
             raise DataError(f"{self.name}: {name} has {size} bytes, more than {limit}")
 
     def read_json(self, name: str) -> dict | None:
-        """A JSON object from a small file, None where it is absent; DataError if it is broken."""
+        """Read a JSON object from a small file, None if absent; DataError if it is broken."""
         data = self.read(name)
         if data is None:
             return None
@@ -113,8 +113,8 @@ class ModelFiles:
         return value
 
     def weight_files(self) -> list[Path]:
-        """The safetensors files. Raises NoInputError where there are none or a shard is missing, by
-        the index or by the numbers in names; DataError for an index that cannot be followed."""
+        """Return the safetensors files. Raises NoInputError if there are none or a shard is
+        missing, by the index or by the numbers in names; DataError for an unusable index."""
         if self.is_toast:
             return [self.path]
         index = self.read_json(INDEX_FILE)
@@ -134,7 +134,7 @@ class ModelFiles:
         return [self._regular(name) for name in files]
 
     def _check_numbers(self, names: list[str]) -> None:
-        """Raises NoInputError where one is missing of shards whose names say how many there are."""
+        """Raise NoInputError if a shard is missing, of those whose names say how many there are."""
         there = set(names)
         numbered = (re.fullmatch(_SHARD, name) for name in names)
         for before, width, of, count in {
@@ -160,7 +160,7 @@ class ModelFiles:
         return {name: str(file) for name, file in places.items()}
 
     def _shards(self, index: dict) -> list[Path]:
-        """The files that an index lists."""
+        """Return the files that an index lists."""
         places = index.get("weight_map")
         if not isinstance(places, dict) or not places:
             raise DataError(f"{self.name}: {INDEX_FILE} has no weight_map")
@@ -191,7 +191,7 @@ class ModelFiles:
     @cached_property
     def headers(self) -> list[Header]:
         """The checked header of every weight file; no two hold the same tensor. Raises as
-        weight_files and read_header do, and DataError where a split checkpoint lacks a layer, two
+        weight_files and read_header do, and DataError if a split checkpoint lacks a layer, two
         files disagree or a newer toastkit wrote one."""
         headers: list[Header] = []
         size = tensors = 0
@@ -222,8 +222,8 @@ class ModelFiles:
         return headers
 
     def _keep_indexed_copy(self, headers: list[Header]) -> None:
-        """Leaves each tensor in one file: where several hold it, in the one that the index names.
-        Raises DataError where it names none of them."""
+        """Keep each tensor in one file: if several hold it, in the one that the index names. Raises
+        DataError if it names none of them."""
         holders: dict[str, list[Header]] = {}
         for header in headers:
             for name in header.entries:
@@ -249,17 +249,17 @@ class ModelFiles:
 
     @property
     def is_baked(self) -> bool:
-        """Whether toastkit wrote it: tensors have the names of the model's parameters already."""
+        """True if toastkit wrote it: tensors already have the names of the model's parameters."""
         return all(toast_format.VERSION_KEY in header.metadata for header in self.headers)
 
     @cached_property
     def is_expert_major(self) -> bool:
-        """Whether experts lie one after another, and not in a stack of each parameter."""
+        """True if experts are stored one after another, instead of one stack per parameter."""
         return any(e.inside is not None for h in self.headers for e in h.entries.values())
 
 
 def _untag_float(value: dict) -> object:
-    """transformers writes a non-finite float as {"__float__": "Infinity"}: undo it."""
+    """Decode a non-finite float, which transformers writes as {"__float__": "Infinity"}."""
     if set(value) == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
         return float(value["__float__"])
     return value

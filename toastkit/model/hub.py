@@ -27,31 +27,31 @@ ON = ("1", "ON", "YES", "TRUE")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name can be one on the hub: org/name."""
+    """True if a name has the form of a hub id: org/name."""
     return HUB_ID.fullmatch(name) is not None and len(name) < 256
 
 
 def is_offline() -> bool:
-    """Whether the user forbids the network (HF_HUB_OFFLINE)."""
+    """True if the user forbids the network (HF_HUB_OFFLINE)."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ON
 
 
 def hub_cache() -> Path:
-    """The Hugging Face cache directory, absolute: HF_HUB_CACHE, else HF_HOME/hub, else the default.
-    As in huggingface_hub a variable may hold ~ and other variables."""
+    """Return the Hugging Face cache directory, absolute: HF_HUB_CACHE, else HF_HOME/hub, else the
+    default. As in huggingface_hub a variable may contain ~ and other variables."""
     home = os.environ.get("HF_HOME") or os.path.join(base_directory("CACHE"), "huggingface")
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
     return Path(os.path.expandvars(os.path.expanduser(cache))).absolute()
 
 
 def fetch(hub_id: str, revision: str | None, progress: bool) -> Path:
-    """The directory of a hub model, downloaded unless it is here; files that a broken download left
-    whole are kept. One that another program has fetched without its tokenizer is completed.
+    """Return the directory of a hub model, downloading it if needed; files that a broken download
+    completed are kept. A model that another program fetched without its tokenizer is completed.
 
-    revision: branch, tag or commit. progress: show bars on stderr.
-    Raises UsageError for what is no hub id, or no time to wait, NoInputError where the hub has no
-    such model, DataError where it has no usable weights, UnavailableError where the hub cannot be
-    asked or does not go on, IOFailure where what came is damaged or the disk is full.
+    revision: branch, tag or commit. progress: show bars on stderr. Raises UsageError for an invalid
+    hub id or timeout, NoInputError if the hub has no such model, DataError if it has no usable
+    weights, UnavailableError if the hub cannot be reached or stalls, IOFailure if a download is
+    damaged or the disk is full.
     """
     if not is_hub_id(hub_id):
         name, at, version = hub_id.partition("@")
@@ -76,18 +76,18 @@ def fetch(hub_id: str, revision: str | None, progress: bool) -> Path:
 
 
 def repository(hub_id: str) -> Path:
-    """The cache's folder for a hub id."""
+    """Return the cache's folder for a hub id."""
     return hub_cache() / f"models--{hub_id.replace('/', '--')}"
 
 
 def hub_id_of(folder: str) -> str | None:
-    """The hub id for which the cache has a folder of that name, None where it is another one's."""
+    """Return the hub id of a folder name in the cache, None if it is not a model's."""
     hub_id = folder.removeprefix("models--").replace("--", "/", 1)
     return hub_id if folder.startswith("models--") and is_hub_id(hub_id) else None
 
 
 def cached_snapshot(hub_id: str, revision: str = "main") -> Path | None:
-    """A whole snapshot in the cache, or None."""
+    """Return a complete snapshot in the cache, or None."""
     folder = repository(hub_id)
     try:
         reference = folder / "refs" / revision
@@ -102,14 +102,14 @@ def cached_snapshot(hub_id: str, revision: str = "main") -> Path | None:
 
 
 def _download(hub_id: str, revision: str | None, progress: bool) -> Path:
-    """Has a process of its own download it, which ends with this one. Raises what it answers."""
+    """Download in a child process, which ends with this one. Raises what it answers."""
     import subprocess
 
     # Not -m, which would look for modules in the current directory first.
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from toastkit.model.download import main; main()"
     )
-    # What the library logs, we say in a line.
+    # We report in one line what the library logs.
     settings = {"HF_HUB_VERBOSITY": "critical", **os.environ, "HF_HUB_CACHE": str(hub_cache())}
     if not progress:
         settings["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -137,8 +137,8 @@ def _download(hub_id: str, revision: str | None, progress: bool) -> Path:
 
 
 def _sweep(hub_id: str) -> None:
-    """Removes what downloads that were killed have left: the library writes each to a file of
-    another name, takes none up again, and holds a lock as long as it writes."""
+    """Remove the partial files of killed downloads: the library writes each to a new name, resumes
+    none, and holds a lock while it writes."""
     folder = repository(hub_id)
     for path in (folder / "blobs").glob("*.????????.incomplete"):
         lock = hub_cache() / ".locks" / folder.name / f"{path.name.split('.')[0]}.lock"
@@ -147,4 +147,4 @@ def _sweep(hub_id: str) -> None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
         except OSError:
-            pass  # somebody else is writing it, or has removed it
+            pass  # another process is writing it, or has removed it

@@ -1,6 +1,6 @@
-"""What the small files and the headers of a checkpoint say of it: no MLX, milliseconds.
+"""What the small files and the headers say of a checkpoint: no MLX, milliseconds.
 
-`toast-model info` prints this first, and then what toastkit.store.anatomy finds out.
+`toast-model info` prints this first, then what toastkit.store.anatomy finds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def summary(files: ModelFiles) -> dict[str, Any]:
-    """What config.json and the headers say. Raises what they raise where one is broken."""
+    """Summarise config.json and the headers. Raises what they raise if one is broken."""
     config = load_config(files)
     headers = files.headers
     entries = [entry for header in headers for entry in header.entries.values()]
@@ -57,7 +57,7 @@ def _gear(name: str) -> str | None:
 
 
 def _quantization(config: ModelConfig) -> dict[str, Any] | None:
-    """Bits, group size and mode as config.json has them; how many modules are exceptions."""
+    """Return bits, group size and mode from config.json, and how many modules are exceptions."""
     for key in ("quantization", "quantization_config"):
         for place in config.levels:
             settings = place.get(key)
@@ -82,7 +82,7 @@ PART_NAMES = {"mixer": "attention, mixer", "mlp": "dense MLP", "other": "norms a
 
 
 def summary_lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(what, value) of a summary."""
+    """Yield (label, value) lines of a summary."""
     yield "name", shown(facts["name"])
     if facts["path"] != facts["name"]:
         yield "path", shown(facts["path"])
@@ -120,7 +120,7 @@ def _quantised(settings: Mapping[str, Any] | None) -> str:
 
 
 def anatomy_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(what, value) of what toastkit.store.anatomy found out."""
+    """Yield (label, value) lines of what toastkit.store.anatomy found."""
     kinds = "; ".join(f"{count} {kind}" for kind, count in found["layer_kinds"].items())
     yield "layers", f"{found['layers']}: {kinds}"
     experts = found["experts"]
@@ -153,12 +153,12 @@ def anatomy_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def count(number: int) -> str:
-    """A number of parameters, three digits: 7.72 M."""
+    """Format a number of parameters with three digits: 7.72 M."""
     return human(number, ("", "k", "M", "G", "T")).strip()
 
 
 def human(number: int, units: tuple[str, ...] = ("B", "kB", "MB", "GB", "TB")) -> str:
-    """Bytes in decimal units, three digits: 15.5 MB."""
+    """Format bytes in decimal units with three digits: 15.5 MB."""
     size, step = float(number), 0
     while size >= 999.5 and step < len(units) - 1:
         size, step = size / 1000, step + 1

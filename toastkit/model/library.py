@@ -1,5 +1,5 @@
-"""The models on this machine: toastkit's own folder, the Hugging Face cache, crumb. List them,
-remove them. Needs no MLX."""
+"""Lists and removes the models on this machine: toastkit's own folder, the Hugging Face cache,
+crumb. Needs no MLX."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Listed:
 def list_models(
     complain: Callable[[str], None], quietly: Callable[[str], None]
 ) -> Iterator[Listed]:
-    """The models of toastkit's folder, then of the Hugging Face cache, then crumb, by name.
+    """Yield the models of toastkit's folder, then of the Hugging Face cache, then crumb, by name.
 
-    complain(line): is told of an entry that is broken. quietly(line): of a repository in the cache
-    that is no whole model, of which there may be many.
+    complain(line): reports a broken entry. quietly(line): reports a repository in the cache that is
+    not a complete model, of which there may be many.
     """
     for path in _entries(models_home(), complain):
         if path.name.startswith(".") or not (path.is_dir() or path.suffix == SUFFIX):
@@ -59,7 +59,7 @@ def list_models(
 
 
 def _entries(folder: Path, complain: Callable[[str], None]) -> list[Path]:
-    """What is in a folder, sorted; a folder that is not there holds nothing."""
+    """Return the entries of a folder, sorted; a missing folder is empty."""
     try:
         return sorted(folder.iterdir())
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def _entries(folder: Path, complain: Callable[[str], None]) -> list[Path]:
 def _listed(
     name: str, path: Path | None, source: str, complain: Callable[[str], None]
 ) -> Iterator[Listed]:
-    """One entry, or none where it is broken. path: None for what only its name leads to."""
+    """Yield one entry, or none if it is broken. path: None if only the name is known."""
     try:
         files = _named(name, path)
         config = load_config(files)
@@ -87,7 +87,7 @@ def _listed(
 
 
 def _named(name: str, path: Path | None) -> ModelFiles:
-    """The files under a name that leads to them: the short one, or the path where something else
+    """Return the files with a name that finds them: the short one, or the path if something else
     has the short one."""
     try:
         files = find(name)
@@ -112,10 +112,11 @@ class Removal:
 
 
 def removal(name: str) -> Removal:
-    """What a name stands for, in toastkit's folder or the Hugging Face cache and nowhere else.
+    """Return what a name stands for in toastkit's folder or the Hugging Face cache, and nowhere
+    else.
 
-    Raises UsageError for a name that stands for something that is not ours to delete, NoInputError
-    where there is nothing.
+    Raises UsageError for a name of something that is not ours to delete, NoInputError if there is
+    nothing.
     """
     if name == "crumb":
         raise UsageError("crumb is a part of toastkit and stays")
@@ -141,7 +142,7 @@ def removal(name: str) -> Removal:
 
 
 def _own_paths(name: str) -> list[Path]:
-    """Direct children of toastkit's folder that a name or a path may mean."""
+    """Return direct children of toastkit's folder that a name or a path may mean."""
     home = models_home()
     try:
         path = Path(os.path.expanduser(name))
@@ -160,7 +161,7 @@ def _own_paths(name: str) -> list[Path]:
 
 
 def _size(path: Path) -> int:
-    """Bytes of the files at and below a path; links are not followed."""
+    """Return the bytes of the files at and below a path; links are not followed."""
     if path.is_symlink() or not path.is_dir():
         return path.lstat().st_size
     total = 0
@@ -169,12 +170,12 @@ def _size(path: Path) -> int:
             try:
                 total += os.lstat(os.path.join(folder, name)).st_size
             except FileNotFoundError:
-                pass  # gone meanwhile
+                pass  # removed meanwhile
     return total
 
 
 def remove(what: Removal) -> None:
-    """Deletes it. A link is deleted, never followed. Raises CannotCreateError, IOFailure."""
+    """Delete it. A link is deleted, never followed. Raises CannotCreateError, IOFailure."""
     for path in what.paths:
         try:
             if path.is_dir() and not path.is_symlink():

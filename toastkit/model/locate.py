@@ -1,5 +1,5 @@
-"""Where a checkpoint is: a directory, a `.toast` file, a name in toastkit's own folder, `crumb`, or
-a hub id. What is on this machine comes before the network. Imports neither MLX nor numpy."""
+"""Locates a checkpoint: a directory, a `.toast` file, a name in toastkit's own folder, `crumb`, or
+a hub id. This machine comes before the network. Imports neither MLX nor numpy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ OWN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,200}")
 
 
 def locate(name: str) -> ModelFiles:
-    """The checkpoint that `-m NAME` means: here, or fetched from the hub.
+    """Return the checkpoint that `-m NAME` means: on this machine, or fetched from the hub.
 
-    Raises NoInputError where it is not there, UnavailableError where it would have to be fetched
-    and cannot be, DataError for a file that is no .toast.
+    Raises NoInputError if it does not exist, UnavailableError if it would have to be fetched and
+    cannot be, DataError for a file that is no .toast.
     """
     found = _here(name)
     if found is not None:
@@ -34,17 +34,17 @@ def locate(name: str) -> ModelFiles:
 
 
 def find(name: str) -> ModelFiles:
-    """What `locate` gives where it is on this machine; never fetches. Raises NoInputError where it
+    """Return what `locate` does if it is on this machine; never fetches. Raises NoInputError if it
     is not, DataError for a file that is no .toast."""
     return _found(name, _here(name))
 
 
 def for_stream(given: str | None, named: str, expected: str) -> ModelFiles:
-    """The checkpoint of a frame stream: of -m where that is given, else the one the head names.
+    """Return the checkpoint of a frame stream: of -m if given, else the one that the head names.
 
-    Whoever wrote the stream chose that name: nothing is fetched for it, and a path counts only if
-    it is absolute, as toastkit writes them. expected: the head's fingerprint.
-    Raises as `locate` and `find` do, and DataError for a checkpoint that is not the head's.
+    The writer of the stream chose that name: nothing is fetched for it, and a path counts only if
+    absolute, as toastkit writes them. expected: the head's fingerprint. Raises as `locate` and
+    `find` do, and DataError for a checkpoint that is not the head's.
     """
     files = locate(given) if given else _found(named, _here(named, relative=False))
     if fingerprint(files) != expected:
@@ -54,8 +54,8 @@ def for_stream(given: str | None, named: str, expected: str) -> ModelFiles:
 
 
 def _here(name: str, relative: bool = True) -> ModelFiles | None:
-    """A checkpoint on this machine, None for a hub id that is not in the cache. relative: follow a
-    path that begins at the current directory. Raises NoInputError for any other name."""
+    """Return a checkpoint on this machine, None for a hub id that is not in the cache. relative:
+    accept a relative path. Raises NoInputError for any other name."""
     if name == "crumb":
         return ModelFiles(CRUMB, "crumb")
     path = _existing(name) if relative or os.path.isabs(name) else None
@@ -91,7 +91,7 @@ def _existing(name: str) -> Path | None:
 
 
 def _own(name: str) -> Path | None:
-    """Where a name in toastkit's own folder leads."""
+    """Return the path of a name in toastkit's own folder."""
     if not OWN_NAME.fullmatch(name):
         return None
     for path in (models_home() / f"{name}{toast_format.SUFFIX}", models_home() / name):
@@ -101,7 +101,7 @@ def _own(name: str) -> Path | None:
 
 
 def _model_at(path: Path, name: str) -> ModelFiles:
-    """Raises DataError for a file that holds no whole model."""
+    """Return the checkpoint at a path. Raises DataError for a file that is not a complete model."""
     files = ModelFiles(path.resolve(), name)
     if files.is_toast and files.read("config.json") is None:
         raise DataError(f"{name} is not a .toast file: no config.json in it")
@@ -109,7 +109,7 @@ def _model_at(path: Path, name: str) -> ModelFiles:
 
 
 def names_here() -> list[str]:
-    """What -m may mean on this machine, without a look into it: crumb, what is in toastkit's own
+    """Return the names that -m may mean on this machine, without opening any: crumb, toastkit's own
     folder, repositories in the hub's cache."""
     own = [name.removesuffix(toast_format.SUFFIX) for name in _listed(models_home())]
     return ["crumb", *own, *filter(None, map(hub_id_of, _listed(hub_cache())))]
@@ -123,5 +123,5 @@ def _listed(folder: Path) -> list[str]:
 
 
 def models_home() -> Path:
-    """Toastkit's own models: NAME.toast files and NAME directories."""
+    """Return the folder of toastkit's own models: NAME.toast files and NAME directories."""
     return Path(own_directory("DATA", "models"))

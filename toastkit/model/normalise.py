@@ -1,11 +1,11 @@
-"""A configuration as the class of its architecture reads it: the one place between config.json and
-mlx_lm's ModelArgs.
+"""Converts a configuration to what the class of its architecture reads: the one place between
+config.json and mlx_lm's ModelArgs.
 
     fitted = fit(config, where)
     ModelArgs.from_dict(fitted.config)
 
-Both generations of names become those that the class has fields for. A field that means something
-and that the class does not read is refused, or told as a caution.
+Both generations of names become those that the class has fields for. A meaningful field that the
+class does not read is refused, or reported as a caution.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from toastkit.model.config import ModelConfig
 from toastkit.model.source import Source, source_of
 from toastkit.model.supported import CAUTIONS, module_name
 
-# Names for one thing: a class that reads one of them is given it from any other. Of experts those
-# of a layer, and those that a token goes to.
+# Synonyms: a class that reads one of them is given it from any other. EXPERTS: per layer; CHOSEN:
+# per token (top-k).
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 SYNONYMS = (
@@ -37,9 +37,9 @@ SYNONYMS = (
     ("rms_norm_eps", "norm_eps", "layernorm_epsilon", "layer_norm_epsilon", "layer_norm_eps"),
     ("layer_types", "layers_block_type"),
 )  # fmt: skip
-# Words for one kind of layer, of which a class knows one.
+# Synonyms for a kind of layer, of which a class knows one.
 LAYERS = (("full_attention", "attention"), ("linear_attention", "mamba"))
-# What transformers no longer writes, as there is one value for it.
+# Fields that transformers no longer writes, because they have only one value.
 CONSTANTS: dict[str, dict[str, Any]] = {
     "longcat_flash": {
         "attention_method": "MLA", "zero_expert_type": "identity", "mla_scale_q_lora": True,
@@ -53,9 +53,9 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {"norm_topk_prob": True},
     "minimax": {"shared_intermediate_size": 0},
 }  # fmt: skip
-# Their classes have a default for it, which is that of one checkpoint.
+# Classes whose default for it is that of one checkpoint.
 HEAD_DIM_DERIVED = ("falcon_h1",)
-# Fields that change what is computed, with the values that change nothing.
+# Fields that change the computation, with the values that change nothing.
 NEUTRAL: dict[str, tuple] = {
     "attn_logit_softcapping": (None, 0), "final_logit_softcapping": (None, 0),
     "logits_soft_cap": (None, 0), "clip_qkv": (None,), "rope_interleave": (None, True),
@@ -67,18 +67,18 @@ NEUTRAL: dict[str, tuple] = {
     "attention_multiplier": (None, 1), "logits_scaling": (None, 1), "logit_scale": (None, 1),
     "moe_layer_freq": (None, 1),
 }  # fmt: skip
-# What an architecture gets wrong where a field has a value.
+# (field, value, what the architecture gets wrong then).
 REFUSED = {
     "minicpm3": (("tie_word_embeddings", True, "does not scale the logits of a tied head"),),
 }
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size")
-# Architectures that transformers too computes without one, whatever the configuration says.
+# Architectures that transformers too computes without a window, whatever the configuration says.
 WITHOUT_WINDOW = ("llama",)
 # Without `layer_types` these, and what is built on them, have no window in any layer.
 LISTED = ("llama", "ministral3")
 # The first that is set counts.
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")
-# By family, what of a class's code computes them.
+# By family, the code in a class that computes them.
 FAMILIES = {
     "silu": ("silu", "swiglu", "SiLU", "SwiGLU", "SwitchGLU"), "gelu": ("gelu", "GELU", "geglu"),
     "relu": ("relu",), "relu2": ("relu",), "xielu": ("XIELU", "XieLU", "xielu"),
@@ -86,11 +86,10 @@ FAMILIES = {
 
 
 class Fitted(NamedTuple):
-    """config: for ModelArgs.from_dict. yarn: a scaling to be given to the rotations afterwards, see
-    rotation.unrounded_yarn. cautions: in what the architecture differs from what the configuration
-    asks for, each the rest of a sentence that begins with the architecture. window: tokens past
-    which it looks further back than it should, None for never. module: its file in mlx_lm/models.
-    """
+    """config: for ModelArgs.from_dict. yarn: a scaling to set on the RoPEs afterwards, see
+    rotation.unrounded_yarn. cautions: how the architecture differs from what the configuration asks
+    for, each the rest of a sentence that begins with the architecture. window: tokens past which it
+    attends further back than it should, None for never. module: its file in mlx_lm/models."""
 
     config: dict[str, Any]
     yarn: dict[str, Any] | None
@@ -99,13 +98,13 @@ class Fitted(NamedTuple):
     module: str
 
     def warnings(self, where: str) -> list[str]:
-        """The cautions as lines for people. where: names the checkpoint."""
+        """Format the cautions as lines. where: names the checkpoint."""
         return [f"warning: {where}: {self.module} of mlx_lm {one}" for one in self.cautions]
 
 
 def fit(config: ModelConfig, where: str) -> Fitted:
-    """The configuration for the class of its architecture. where: names the checkpoint in messages.
-    Raises DataError for what the architecture does not compute."""
+    """Return the configuration for the class of its architecture. where: names the checkpoint in
+    messages. Raises DataError for what the architecture does not compute."""
     module = module_name(config.model_type, config.raw.get("architectures"))
     try:
         return _fit(config, where, module)
@@ -137,7 +136,7 @@ def _fit(config: ModelConfig, where: str, module: str) -> Fitted:
 
 
 def _text_source(text: dict, source: Source) -> Source:
-    """The class for `text_config`, where it can be told from its model type."""
+    """Return the class for `text_config`, if its model type identifies one."""
     model_type = text.get("model_type")
     if not isinstance(model_type, str):
         return source
@@ -152,7 +151,7 @@ def _text_source(text: dict, source: Source) -> Source:
 
 
 def _rename(config: dict[str, Any], source: Source) -> None:
-    """Fills in the fields of a class from what the configuration calls otherwise or implies."""
+    """Fill in a class's fields that the configuration names differently or implies."""
     fields = source.fields
     for names in SYNONYMS:
         said = [name for name in names if config.get(name) is not None]
@@ -180,7 +179,7 @@ def _layer_word(word: object, source: Source) -> object:
 
 
 def _implied(config: dict[str, Any], source: Source) -> Iterator[tuple[str, Any]]:
-    """(name, value) of fields that follow from others."""
+    """Yield (name, value) of fields that follow from others."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     derived = source.requires("head_dim") or source.module in HEAD_DIM_DERIVED
     if derived and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
@@ -211,7 +210,7 @@ def _implied(config: dict[str, Any], source: Source) -> Iterator[tuple[str, Any]
 
 
 def _check(config: dict[str, Any], source: Source, where: str) -> None:
-    """Raises DataError for a field that means something and that the class does not read."""
+    """Raise DataError for a meaningful field that the class does not read."""
     rotation.check_rotation(config, source, where)
     for name, wrong, reason in REFUSED.get(source.module, ()):
         if config.get(name) == wrong:
@@ -233,9 +232,9 @@ def _check(config: dict[str, Any], source: Source, where: str) -> None:
 
 
 def _check_experts(config: dict[str, Any], source: Source, where: str) -> None:
-    """A token goes to one expert at least, and to no more than there are."""
+    """Check that a token goes to at least one expert, and to no more than there are."""
     counts = [config[name] for name in EXPERTS if type(config.get(name)) is int]
-    idle = config.get("zero_expert_num")  # that give back what they are given
+    idle = config.get("zero_expert_num")  # identity experts
     most = max(counts, default=0)
     for name in CHOSEN if most > 1 else ():
         chosen = config.get(name)
@@ -248,13 +247,13 @@ def _check_experts(config: dict[str, Any], source: Source, where: str) -> None:
 
 
 def _activation(config: dict[str, Any], source: Source) -> str:
-    """The activation function that is asked for and that the class does not look at, or ""."""
+    """Return the activation function asked for that the class does not read, or ""."""
     name = next((name for name in ACTIVATIONS if isinstance(config.get(name), str)), None)
     return "" if name is None or source.reads(name) else config[name]
 
 
 def _activation_cautions(config: dict[str, Any], source: Source) -> Iterator[str]:
-    """GELU has a tanh approximation, which is another function by up to 0.001."""
+    """Yield cautions about GELU, whose tanh approximation differs by up to 0.001."""
     word = _activation(config, source)
     if "gelu" not in word:
         return
@@ -267,7 +266,8 @@ def _activation_cautions(config: dict[str, Any], source: Source) -> Iterator[str
 
 
 def _check_pattern(config: dict[str, Any], source: Source, where: str) -> None:
-    """Where the class has a period instead of a list of layers, the list has to have it."""
+    """If the class has a period instead of a list of layers, check that the list has that
+    period."""
     layers, period = config.get("layer_types"), config.get("sliding_window_pattern")
     if not isinstance(layers, list) or source.reads("layer_types") or type(period) is not int:
         return
@@ -284,10 +284,10 @@ def _check_pattern(config: dict[str, Any], source: Source, where: str) -> None:
 
 
 def _ignored_window(config: dict[str, Any], source: Source) -> int | None:
-    """The tokens past which the architecture looks further back than its configuration allows, None
-    where it does not.
+    """Return the tokens past which the architecture attends further back than its configuration
+    allows, None if it does not.
 
-    config: a level of it, in the names that the class reads.
+    config: one level of it, in the names that the class reads.
     """
     window = next((config[name] for name in WINDOWS if config.get(name)), None)
     if type(window) is not int or window < 1 or not _slides(config):
@@ -298,7 +298,7 @@ def _ignored_window(config: dict[str, Any], source: Source) -> int | None:
 
 
 def _slides(config: dict[str, Any]) -> bool:
-    """Whether any layer has the window."""
+    """True if any layer has the window."""
     if config.get("use_sliding_window") is False:
         return False
     layers = config.get("layer_types")
@@ -309,7 +309,7 @@ def _slides(config: dict[str, Any]) -> bool:
 
 
 def _keeps(config: dict[str, Any], source: Source) -> bool:
-    """Whether the class has a window where the configuration has one. Some have it only in the
+    """True if the class has a window where the configuration has one. Some have it only in the
     layers that `layer_types` names."""
     if not any(source.reads(name) for name in WINDOWS):
         return False

@@ -1,8 +1,8 @@
-"""The rotary part of a configuration, in the names that an architecture reads.
+"""The RoPE part of a configuration, in the names that an architecture reads.
 
 transformers 4 wrote `rope_theta` and `rope_scaling`; transformers 5 writes both into one map,
-`rope_parameters`, for some models one for each kind of layer. Most classes of mlx_lm know the
-former, some the latter. What a class cannot compute it drops in silence; here it is refused.
+`rope_parameters`, for some models one per kind of layer. Most classes of mlx_lm know the former,
+some the latter. A class silently drops what it cannot compute; here it is refused.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from toastkit.model.source import Source
 FULL, SLIDING = "full_attention", "sliding_attention"
 THETA = ("rope_theta", "rotary_emb_base")
 PARTIAL = ("partial_rotary_factor", "rotary_pct")
-# The base in the layers that have a window, where that is a field of its own.
+# The base in sliding-window layers, if it has a field of its own.
 LOCAL_THETA = ("rope_local_base_freq", "swa_rope_theta", "rope_local_theta")
-# The kinds of scaling that classes compute without rope_utils.initialize_rope, which knows
-# what it does not know. The others, which are not named here, compute none.
+# Kinds of scaling that classes compute without rope_utils.initialize_rope, which refuses unknown
+# ones itself. Classes not named here compute none.
 KINDS = {
     "deepseek": ("linear",), "deepseek_v2": ("yarn", "deepseek_yarn"), "hunyuan": ("dynamic",),
     "hunyuan_v1_dense": ("dynamic",), "minicpm3": ("longrope", "su"), "nemotron": ("linear",),
     "phi3": ("longrope", "su", "linear"), "phimoe": ("longrope", "su"),
 }  # fmt: skip
-# Classes that cannot do without a scaling are given one that changes nothing.
+# Classes that require a scaling get one that changes nothing.
 IDLE = {"deepseek_v2": {"type": "yarn", "factor": 1.0}, "minicpm3": {"type": "longrope"}}
 DEFAULT_THETA = 10000
-# A part of each head is rotated whatever the configuration says: what the class computes.
+# The part of each head that the class rotates whatever the configuration says.
 FIXED_PART = {"recurrent_gemma": 0.5}
-# transformers too rotates all of it, whatever the configuration says.
+# transformers too rotates whole heads, whatever the configuration says.
 WHOLE_ALWAYS = ("llama",)
 _BY_LAYER = re.compile(r"rope_parameters( or \{\}\))?(\.get\(|\[)\s*(layer_|self\.layer_type)")
 
 
 def rename_rotation(config: dict[str, Any], source: Source, where: str) -> None:
-    """Gives a level of a configuration all the rotary names that the architecture reads.
+    """Give a level of a configuration all the RoPE names that the architecture reads.
 
-    where: names the checkpoint in messages. Raises DataError for a rotation that is not to be read,
-    or that the architecture does not compute.
+    where: names the checkpoint in messages. Raises DataError for a RoPE that is unreadable, or that
+    the architecture does not compute.
     """
     found = _parameters(config)
     if found:
@@ -58,12 +58,12 @@ def rename_rotation(config: dict[str, Any], source: Source, where: str) -> None:
 
 
 def kind_of(rope: dict[str, Any]) -> str:
-    """The kind of scaling."""
+    """Return the kind of scaling."""
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def cautions(config: dict[str, Any], source: Source) -> Iterator[str]:
-    """What of a renamed rotation an architecture computes otherwise, and yet not far off."""
+    """Yield how an architecture's computation of a renamed RoPE differs slightly."""
     for rope in (config.get("rope_scaling"), *_parameters(config).values()):
         if not isinstance(rope, dict):
             continue
@@ -76,8 +76,8 @@ def cautions(config: dict[str, Any], source: Source) -> Iterator[str]:
 
 
 def unrounded_yarn(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The yarn scaling, with its `rope_theta`, whose range is not to be rounded to whole
-    dimensions, which mlx_lm always does; None where there is none."""
+    """Return the yarn scaling, with its `rope_theta`, if its range must not be rounded to whole
+    dimensions, which mlx_lm always does; else None."""
     for rope in _parameters(config).values():
         if kind_of(rope) == "yarn" and rope.get("truncate") is False:
             return rope
@@ -85,8 +85,8 @@ def unrounded_yarn(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _parameters(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What is said of the rotation, in the new spelling, by kind of layer; one entry, of the kind
-    "", where all are alike. Empty where nothing is said."""
+    """Return the RoPE parameters in the new spelling, by kind of layer; one entry, of kind "", if
+    all are alike. Empty if there are none."""
     new = config.get("rope_parameters")
     if isinstance(new, dict) and new:
         if all(isinstance(part, dict) for part in new.values()):
@@ -103,7 +103,7 @@ def _parameters(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _check_layers(found: dict, full: dict, source: Source, where: str) -> None:
-    """Raises DataError where layers differ and the class has one rotation for all of them."""
+    """Raise DataError if layers differ and the class has one RoPE for all of them."""
     if source.reads("rope_parameters"):
         return
     local = any(name in source.fields for name in LOCAL_THETA)
@@ -119,7 +119,7 @@ def _check_layers(found: dict, full: dict, source: Source, where: str) -> None:
 
 
 def _scaling(config: dict, rope: dict, kind: str, source: Source, where: str) -> dict[str, Any]:
-    """`rope_scaling` in both spellings, with what the class would take a default of its own for."""
+    """Return `rope_scaling` in both spellings, with what the class would otherwise default."""
     known = source.reads("rope_scaling") or source.reads("rope_parameters")
     general = known and "initialize_rope" in source.text
     if not general and kind not in KINDS.get(source.module, ()):
@@ -138,7 +138,8 @@ def _scaling(config: dict, rope: dict, kind: str, source: Source, where: str) ->
 
 
 def _set_attention_factor(config: dict, scaling: dict, kind: str, source: Source, where: str):
-    """mlx_lm computes it; one that is given has to be what it computes, or to become so."""
+    """Handle attention_factor, which mlx_lm computes: a given one must equal that, or be made
+    to."""
     given = scaling.pop("attention_factor", None)
     if given is None or kind not in ("yarn", "longrope", "su"):
         return
@@ -158,7 +159,7 @@ def _set_attention_factor(config: dict, scaling: dict, kind: str, source: Source
 
 
 def _write(config: dict, found: dict, full: dict, scaling: dict | None, source: Source) -> None:
-    """The names that the class has fields of."""
+    """Write the names that the class has fields for."""
     part = full.get("partial_rotary_factor")
     names = {**dict.fromkeys(THETA, full.get("rope_theta")), **dict.fromkeys(PARTIAL, part)}
     if SLIDING in found:
@@ -179,8 +180,8 @@ def _write(config: dict, found: dict, full: dict, scaling: dict | None, source: 
 
 
 def check_rotation(config: dict[str, Any], source: Source, where: str) -> None:
-    """Raises DataError for a base that the class does not read, and where a part of each head is to
-    be rotated and the class rotates another."""
+    """Raise DataError for a base that the class does not read, and if it rotates another part of
+    each head than configured."""
     if not any(source.reads(name) for name in THETA):
         for rope in _parameters(config).values():
             if rope.get("rope_theta", DEFAULT_THETA) != DEFAULT_THETA:

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: where every tensor lies, checked before anything is read.
+"""Reads the header of a safetensors file: where every tensor lies, checked before anything is read.
 
     8 bytes   length of the header, little-endian
     header    JSON: {NAME: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {}}
@@ -26,8 +26,8 @@ ITEM_BYTES = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 LENGTH = struct.Struct("<Q")
-# The most of one file, and of all files of a checkpoint together. A mixture of 23,000 experts of
-# which each matrix is stored in three parts has 218,000 tensors and 25 MB of headers.
+# Limits for one file, and for all files of a checkpoint together. An MoE with 23,000 experts, each
+# matrix stored in three parts, has 218,000 tensors and 25 MB of headers.
 MAX_HEADER_BYTES = 64 << 20
 MAX_TENSORS = 1 << 18
 MAX_DIMENSIONS = 16
@@ -38,8 +38,8 @@ CHUNK_BYTES = 4 << 20
 
 class Entry(NamedTuple):
     """One tensor in a file. dtype: as safetensors names it. start, stop: bytes from the beginning
-    of the file. inside: the tensor, U8 (rows, bytes), each row of which holds a row of this one;
-    None for a tensor whose rows lie side by side."""
+    of the file. inside: the tensor, U8 (rows, bytes), each row of which contains a row of this one;
+    None if rows are contiguous."""
 
     name: str
     dtype: str
@@ -55,12 +55,12 @@ class Entry(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """Bytes from one row to the next; 0 where rows lie side by side."""
+        """Bytes from one row to the next; 0 if rows are contiguous."""
         return 0 if self.inside is None else self.inside.shape[1]
 
 
 class Header(NamedTuple):
-    """entries: the tensors in the order of the file. data_start, size: bytes."""
+    """entries: the tensors in file order. data_start, size: bytes."""
 
     path: Path
     entries: dict[str, Entry]
@@ -70,16 +70,16 @@ class Header(NamedTuple):
 
     @property
     def stored(self) -> list[Entry]:
-        """The tensors as a reader that knows nothing of `inside` finds them, in that order."""
+        """The tensors as a reader that ignores `inside` finds them, in file order."""
         return list(dict.fromkeys(entry.inside or entry for entry in self.entries.values()))
 
 
 def read_header(path: Path, label: str) -> Header:
-    """Reads and checks a file's header; the data is not touched.
+    """Read and check a file's header; the data is not touched.
 
-    label: what messages call the checkpoint.
-    Raises NoInputError where the file is missing, DataError where it is not a whole safetensors
-    file: truncated, or offsets that overlap, leave it or do not fit dtype and shape.
+    label: what messages call the checkpoint. Raises NoInputError if the file is missing, DataError
+    if it is not a complete safetensors file: truncated, or offsets that overlap, leave it or do not
+    fit dtype and shape.
     """
     try:
         with open(path, "rb") as file:
@@ -104,8 +104,8 @@ def read_header(path: Path, label: str) -> Header:
 
 
 def chunks(path: Path, start: int, stop: int) -> Iterator[memoryview | None]:
-    """Bytes start:stop of a file, CHUNK_BYTES at a time, each good until the next; None, as the
-    last, where the file ends before. Raises what from_os_error gives."""
+    """Yield bytes start:stop of a file, CHUNK_BYTES at a time, each valid until the next; None, as
+    the last, if the file ends before. Raises what from_os_error gives."""
     scratch = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
     try:
         with open(path, "rb", buffering=0) as file:
@@ -117,7 +117,7 @@ def chunks(path: Path, start: int, stop: int) -> Iterator[memoryview | None]:
 
 
 def check_sizes(header_bytes: int, tensors: int) -> None:
-    """Raises ValueError for more than a checkpoint may have, in one file or in all."""
+    """Raise ValueError for more than a checkpoint may have, in one file or in all."""
     if header_bytes > MAX_HEADER_BYTES:
         raise ValueError(f"{header_bytes} bytes of headers are more than {MAX_HEADER_BYTES}")
     if tensors > MAX_TENSORS:
@@ -125,7 +125,7 @@ def check_sizes(header_bytes: int, tensors: int) -> None:
 
 
 def _read_text(file, size: int) -> tuple[bytes, int]:
-    """The header's JSON and where the data begins."""
+    """Return the header's JSON and the offset of the data."""
     first = file.read(LENGTH.size)
     if len(first) < LENGTH.size:
         raise ValueError("not a safetensors file: too short")
@@ -173,14 +173,14 @@ def _entry(name: str, value: object, data_start: int) -> Entry:
 
 
 def counts(value: object, most: int) -> list[int] | None:
-    """A list of at most so many whole numbers from 0, or None for anything else."""
+    """Return a list of at most `most` integers >= 0, or None for anything else."""
     if not isinstance(value, list) or len(value) > most:
         return None
     return value if all(type(n) is int and 0 <= n < 2**63 for n in value) else None
 
 
 def _check_places(entries: list[Entry], size: int) -> None:
-    """entries: sorted by place."""
+    """Check for truncation and overlaps. entries: sorted by offset."""
     end, last = 0, ""
     for entry in entries:
         if entry.stop > size:

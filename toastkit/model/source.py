@@ -1,7 +1,7 @@
-"""What the code of an architecture reads of a configuration, found out from its text.
+"""Finds which fields of a configuration an architecture's code reads, from its text.
 
-`ModelArgs.from_dict` drops the names that it does not know without a word; so what is read, and
-what is only declared, has to be asked of the source. Nothing is imported: no MLX, milliseconds.
+`ModelArgs.from_dict` silently drops names that it does not know, so the source is searched for what
+is read and what is only declared. Nothing is imported: no MLX, milliseconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from toastkit.model.supported import mlx_lm_folder
 
-# Parts that all share and that read no configuration.
+# Modules that all share and that read no configuration.
 SHARED = ("base", "cache", "rope_utils", "switch_layers", "activations", "pipeline", "ssm", "mla")
 _FROM = re.compile(r"^from \.(\w+) import", re.M)
 # An argument class up to the next line that is not indented. Parsing takes a tenth of a second.
@@ -24,8 +24,8 @@ _SIBLINGS = re.compile(r"^from \. import ([\w, ]+)", re.M)
 class Source:
     """The file of an architecture in mlx_lm/models and those that it builds on.
 
-    module: the name of that file. text: of all of them. fields: of their argument classes, by name
-    whether there is a default for it.
+    module: the name of that file. text: of all of them. fields: of their argument classes, by name:
+    True if there is a default.
     """
 
     def __init__(self, folder: Path, module: str):
@@ -48,7 +48,7 @@ class Source:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The files, this one first."""
+        """The files, the architecture's own first."""
         return tuple(self._texts)
 
     @cached_property
@@ -60,20 +60,20 @@ class Source:
         return found
 
     def requires(self, name: str) -> bool:
-        """Whether there is a field without a default."""
+        """True if there is such a field without a default."""
         return self.fields.get(name) is False
 
     def reads(self, name: str) -> bool:
-        """Whether the code does something with a field, beyond having it."""
-        # A name that stands nowhere is not searched for: a pattern takes longer than all else.
+        """True if the code uses a field, beyond declaring it."""
+        # Absent names are not searched for: the pattern takes longer than all else.
         return name in self.text and bool(re.search(rf"\.{name}\b|[\"']{name}[\"']", self.text))
 
     def has_word(self, word: str) -> bool:
-        """Whether a string stands in the code."""
+        """True if the code contains a string literal."""
         return f'"{word}"' in self.text or f"'{word}'" in self.text
 
 
 @lru_cache(maxsize=16)
 def source_of(module: str) -> Source:
-    """The source of a file in mlx_lm/models."""
+    """Return the source of a file in mlx_lm/models."""
     return Source(mlx_lm_folder() / "models", module)

@@ -1,4 +1,4 @@
-"""Which model types there are: what mlx_lm has on disk, and how much of that is known to work here.
+"""The supported model types: what mlx_lm has on disk, and how much of that is known to work here.
 
 Reads mlx_lm's files as text. Importing them would need MLX, and the package's own `__init__`
 transformers; so `toast-model info --supported` answers without either.
@@ -15,28 +15,28 @@ from typing import NamedTuple
 
 from toastkit.errors import DataError, UnavailableError
 
-# Held against mlx_lm, chunk by chunk, through sessions and the store: tests/model/published.
+# Compared with mlx_lm, chunk by chunk, through sessions and the store: tests/model/published.
 TESTED = (
     "falcon_h1", "gemma3_text", "gpt_oss", "llama", "mamba2", "mixtral", "olmoe", "phi3", "qwen2",
     "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
 
-# In mlx_lm and yet not here, by the name of the file in mlx_lm/models; the reason ends a message.
-# A run over all of mlx_lm 0.32 with small random weights found these: whole prompts against
-# chunks, later tokens changed, sessions, steps looked ahead to.
+# In mlx_lm but unsupported here, by the name of the file in mlx_lm/models; the reason ends a
+# message. A run over all of mlx_lm 0.32 with small random weights found these: whole prompts
+# against chunks, later tokens changed, sessions, steps built ahead.
 UNSUPPORTED = {
     "bitnet": "its ternary layers are in a format of their own, which is not read here",
     "deepseek_v41": "its cache is of a class of its own, which a session cannot hold",
     "olmo": "it needs the package ai2-olmo and PyTorch",
     "phi3small": "its attention in mlx_lm looks at later tokens",
 }
-# What mlx_lm computes otherwise than transformers, in all checkpoints; the rest of a sentence that
-# begins with the architecture. The oracle in tests/oracle shows each.
+# What mlx_lm computes differently from transformers, in all checkpoints; the rest of a sentence
+# that begins with the architecture. The oracle in tests/oracle shows each.
 CAUTIONS: dict[str, str] = {
     "ernie4_5_moe": "chooses experts without their correction bias",
     "jamba": "weighs the chosen experts against each other, not among all",
 }
-# Refused or warned of in some checkpoints, by their configuration: toastkit.model.normalise.
+# Refused or warned about in some checkpoints, by their configuration: toastkit.model.normalise.
 NOTES = {
     "gemma": "GELU is exact", "gpt_bigcode": "GELU is exact", "starcoder2": "GELU is exact",
     "gpt_neox": "GELU is approximated", "glm": "rotates whole heads only",
@@ -48,10 +48,10 @@ NO_WINDOW = (
     "qwen3_moe", "smollm3", "starcoder2",
 )  # fmt: skip
 METAL_ONLY = {"muse_spark": "it has kernels for Apple's GPUs only"}
-# Their forward pass reads on the host which experts were chosen.
+# Their forward pass reads the chosen experts on the host.
 READ_ON_HOST = ("dbrx",)
 
-# As transformers 5 calls the language model of one that sees, saved by itself.
+# transformers 5's names for the language model of a vision model, saved by itself.
 TEXT_ONLY = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 
 NAME = re.compile(r"[\w-]{1,100}")
@@ -59,9 +59,9 @@ TABLES = ("MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING")
 
 
 class Support(NamedTuple):
-    """A model type, as config.json names it. module: the file in mlx_lm/models that has it.
-    status: "tested", "expected" (nothing is known against it) or "unsupported". note: why that is
-    so, or what else to know; may be empty."""
+    """A model type, as config.json names it. module: its file in mlx_lm/models. status: "tested",
+    "expected" (nothing is known against it) or "unsupported". note: why, or what else to know; may
+    be empty."""
 
     model_type: str
     module: str
@@ -70,7 +70,7 @@ class Support(NamedTuple):
 
 
 def mlx_lm_spec() -> ModuleSpec:
-    """Of the installed mlx_lm. Raises UnavailableError where it is not."""
+    """Return the spec of the installed mlx_lm. Raises UnavailableError if it is not installed."""
     module = sys.modules.get("mlx_lm")
     spec = getattr(module, "__spec__", None) or PathFinder.find_spec("mlx_lm")
     if spec is None or spec.submodule_search_locations is None:
@@ -79,15 +79,15 @@ def mlx_lm_spec() -> ModuleSpec:
 
 
 def mlx_lm_folder() -> Path:
-    """Where mlx_lm is installed. Raises UnavailableError where it is not."""
+    """Return the folder of the installed mlx_lm. Raises UnavailableError if it is not installed."""
     return Path(next(iter(mlx_lm_spec().submodule_search_locations or ())))
 
 
 def module_name(model_type: str, architectures: object = None) -> str:
-    """The file in mlx_lm/models for a model type, after mlx_lm's own two tables of synonyms.
+    """Return the file in mlx_lm/models for a model type, by mlx_lm's own two tables of synonyms.
 
-    architectures: config.json's, a list of class names; anything else counts as none.
-    Raises DataError for what cannot be the name of a model type.
+    architectures: config.json's, a list of class names; anything else counts as none. Raises
+    DataError for what cannot be the name of a model type.
     """
     if not NAME.fullmatch(model_type):
         raise DataError(f"model type {model_type[:100]!r} is not supported")
@@ -106,7 +106,7 @@ def module_name(model_type: str, architectures: object = None) -> str:
 
 
 def _synonyms(source: str) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
-    """The tables of mlx_lm/utils.py, read as literals: by model type, and by model type and
+    """Return the tables of mlx_lm/utils.py, read as literals: by model type, and by model type and
     architecture."""
     found = re.findall(r"^(\w+) = (\{.*?^\})$", source, re.MULTILINE | re.DOTALL)
     tables = {name: ast.literal_eval(table) for name, table in found if name in TABLES}
@@ -114,9 +114,9 @@ def _synonyms(source: str) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
 
 
 def check_supported(model_type: str, module: str | None = None) -> None:
-    """Raises DataError for a model type that mlx_lm has and that cannot work here, with the reason.
+    """Raise DataError, with the reason, for a model type that mlx_lm has and that cannot work here.
 
-    module: the file it is in, looked up where it is not given. Says nothing of unknown types.
+    module: its file, looked up if not given. Does not check for unknown types.
     """
     reason = _reason(module or module_name(model_type))
     if reason is not None:
@@ -124,20 +124,20 @@ def check_supported(model_type: str, module: str | None = None) -> None:
 
 
 def reads_on_host(module: str) -> bool:
-    """Whether the graph of a step of a file in mlx_lm/models depends on the values of its inputs,
-    so that it cannot be built before its token is known."""
+    """True if the step graph of a file in mlx_lm/models depends on the values of its inputs, so
+    that it cannot be built before its token is known."""
     return module in READ_ON_HOST
 
 
 def _reason(module: str) -> str | None:
-    """Why a module of mlx_lm cannot work on this machine, or None."""
+    """Return why a module of mlx_lm cannot work on this machine, or None."""
     if sys.platform != "darwin" and module in METAL_ONLY:
         return METAL_ONLY[module]
     return UNSUPPORTED.get(module)
 
 
 def supported() -> list[Support]:
-    """All model types of the installed mlx_lm, sorted, and the synonyms among them."""
+    """Return all model types of the installed mlx_lm with their synonyms, sorted."""
     folder = mlx_lm_folder()
     sources = {path.stem: _source(path) for path in (folder / "models").glob("*.py")}
     known = {name for name, source in sources.items() if _is_architecture(source)}
@@ -170,15 +170,15 @@ def _source(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-# Parsing all of mlx_lm takes a second; lines that begin a class or an import take none.
+# Parsing all of mlx_lm takes a second; searching for class and import lines takes no time.
 CLASS = re.compile(r"^class (\w+)", re.M)
 IMPORT = re.compile(r"^from [.\w]+ import (\([^)]*\)|.*)", re.M)
-# What `sanitize` leaves out of a model that also sees or hears.
+# What `sanitize` drops from a multimodal model.
 VISION = re.compile(r"vision_(tower|model|embed)|model\.visual|multi_modal_projector|audio_tower")
 
 
 def _is_architecture(source: str) -> bool:
-    """Whether a file has the two classes `Model` and `ModelArgs`, its own or imported."""
+    """True if a file has the two classes `Model` and `ModelArgs`, its own or imported."""
     names = set(CLASS.findall(source))
     for listed in IMPORT.findall(source):
         words = map(str.split, re.sub(r"#.*|[()]", "", listed).split(","))

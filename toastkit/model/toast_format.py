@@ -1,11 +1,11 @@
 """The `.toast` file of toast-file(5): a whole model in one safetensors file.
 
-A tensor has the name of the model's parameter that it is: what mlx_lm's `sanitize` does to a
-published checkpoint has been done, and quantised modules are stored as weight, scales, biases.
-There are no holes, so any safetensors reader can open it.
+Tensors have the names of the model's parameters: mlx_lm's `sanitize` has been applied to the
+published checkpoint, and quantised modules are stored as weight, scales, biases. There are no
+holes, so any safetensors reader can open it.
 
-A layer's experts may lie expert by expert: one tensor of bytes, (experts, bytes of an expert), in
-place of the parameters that are stacked by expert, of which the header's metadata tells the names.
+A layer's experts may be stored expert-major: one tensor of bytes, (experts, bytes of an expert), in
+place of the parameters that are stacked by expert, whose names are in the header's metadata.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from toastkit.model.safetensors import (
 )
 from toastkit.text.bounded_json import parse
 
-VERSION, EXPERT_MAJOR_VERSION = "1", "2"  # of a file with experts that lie expert by expert
+VERSION, EXPERT_MAJOR_VERSION = "1", "2"  # of a file with expert-major experts
 VERSION_KEY, LAYERS_KEY, CHECKSUMS_KEY = "toastkit", "layers", "checksums"
 EXPERTS_KEY = "experts"
 SUFFIX = ".toast"
-PAGE = 16384  # bytes; of Apple silicon, and a multiple of other machines' 4096
+PAGE = 16384  # bytes; Apple silicon's, and a multiple of other machines' 4096
 ITEM_ALIGNMENT = 64  # bytes; a cache line, so that vectors can be loaded from a mapped file
 FILE_PREFIX, PAD_PREFIX, GEAR_PREFIX = "__file__.", "__pad__.", "__gear__."
 EXPERTS_PREFIX = "__experts__."
 FILES_GROUP, OUTSIDE_GROUP, LAYER_GROUP = "files", "outside", "layer.{}"
-# The split layout: the same tensors, a file each for what is outside the layers and every layer.
+# The split layout: the same tensors, in one file per layer and one for the rest.
 OUTSIDE_FILE, LAYER_FILE = "non_layer.safetensors", "layer_{:04}.safetensors"
 DIGEST_BYTES = 8
 
 
 def is_model_tensor(name: str) -> bool:
-    """Whether a tensor is a parameter of the model, not a file, padding or a gear."""
+    """True if a tensor is a parameter of the model, not a file, padding or a gear."""
     return not name.startswith((FILE_PREFIX, PAD_PREFIX, GEAR_PREFIX, EXPERTS_PREFIX))
 
 
 def layer_count(metadata: Mapping[str, str]) -> int:
-    """The layers that a header says there are, 0 where it does not say."""
+    """Return the number of layers in a header, 0 if it has none."""
     layers = metadata.get(LAYERS_KEY, "")
     return int(layers) if layers.isdecimal() and len(layers) < 6 else 0
 
 
 def new_digest(data: bytes = b"") -> hashlib.blake2b:
-    """The hash of one tensor's bytes, or of those of them that are there."""
+    """Return the hash of a tensor's bytes, or of its first ones, to be updated with the rest."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES)
 
 
@@ -60,7 +60,7 @@ def new_digest(data: bytes = b"") -> hashlib.blake2b:
 
 
 class Part(NamedTuple):
-    """What one expert has of a parameter. name: below the module that holds the experts. dtype: as
+    """One expert's share of a parameter. name: below the module that holds the experts. dtype: as
     safetensors names it. shape: of one expert's row, such as (rows, columns)."""
 
     name: str
@@ -74,8 +74,8 @@ class Part(NamedTuple):
 
 
 def offsets_of(parts: Iterable[Part]) -> list[int]:
-    """Where in an expert's bytes each part begins, at a multiple of ITEM_ALIGNMENT, and last where
-    the next expert does."""
+    """Return the offset of each part in an expert's bytes, a multiple of ITEM_ALIGNMENT, and last
+    that of the next expert."""
     offsets = [0]
     for part in parts:
         offsets.append(-(-(offsets[-1] + part.nbytes) // ITEM_ALIGNMENT) * ITEM_ALIGNMENT)
@@ -83,13 +83,13 @@ def offsets_of(parts: Iterable[Part]) -> list[int]:
 
 
 def describe_experts(parts: Mapping[str, Iterable[Part]]) -> str:
-    """The text of EXPERTS_KEY, of the parts by the name of the tensor that holds them."""
+    """Return the text of EXPERTS_KEY for parts, by the name of the tensor that holds them."""
     return json.dumps({name: list(of) for name, of in parts.items()}, separators=(",", ":"))
 
 
 def with_experts(header: Header) -> Header:
-    """A header with the parameters in place of the tensors that hold them expert by expert. Raises
-    ValueError where these and what the metadata says of them do not go together."""
+    """Return a header with parameters in place of the expert-major tensors that hold them. Raises
+    ValueError if these do not match the metadata."""
     if header.metadata.get(VERSION_KEY) != EXPERT_MAJOR_VERSION:
         return header
     described = _parsed(header.metadata.get(EXPERTS_KEY, "{}"))
@@ -119,7 +119,7 @@ def _parsed(text: str) -> dict[str, object]:
 
 
 def _parts_inside(entry: Entry, described: object) -> Iterator[Entry]:
-    """The parameters that a tensor holds, (experts, ...) each."""
+    """Yield the parameters in a tensor, (experts, ...) each."""
     shown = entry.name[:100]
     parts = [_part(value) for value in described] if isinstance(described, list) else []
     if not parts or None in parts:
@@ -143,7 +143,7 @@ def _parts_inside(entry: Entry, described: object) -> Iterator[Entry]:
 
 
 def _part(value: object) -> Part | None:
-    """Of [name, dtype, shape]; None for anything else, and for a part of no bytes."""
+    """Parse [name, dtype, shape]; None for anything else, and for a part of no bytes."""
     if not isinstance(value, list) or len(value) != 3:
         return None
     name, dtype, shape = value
