@@ -1,4 +1,4 @@
-"""What a draw comes to, and the scalars of its noise: all of sampling that needs no arrays.
+"""The result of a draw, and the scalars of its noise: all of sampling that needs no arrays.
 
 Threefry-2x32 of Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011,
 20 rounds. The same generator over arrays is in threefry.py.
@@ -36,12 +36,12 @@ class Draw:
 
 
 def nothing_left() -> DataError:
-    """The error for logits in which every id is banned."""
+    """Return the error for logits in which every id is banned."""
     return DataError("cannot draw a token: every id is banned")
 
 
 def xtc_acts(options: SamplingOptions, position: int) -> bool:
-    """Whether XTC acts at a position: a Bernoulli draw that depends on seed and position alone."""
+    """True if XTC acts at a position: a Bernoulli draw that depends on seed and position alone."""
     if options.xtc_probability <= 0:
         return False
     return uniform_scalar(position_key(options.seed, position, XTC_STREAM)) <= (
@@ -50,19 +50,20 @@ def xtc_acts(options: SamplingOptions, position: int) -> bool:
 
 
 def position_key(seed: int, position: int, stream: int = 0) -> Key:
-    """The key for the draw at a position. seed: 64 bits. stream: 0 the noise, 1 XTC's draw."""
+    """Return the key for the draw at a position. seed: 64 bits. stream: 0 the noise, 1 XTC's
+    draw."""
     return threefry2x32((seed >> 32 & MASK, seed & MASK), position & MASK, stream & MASK)
 
 
 def uniform_scalar(key: Key) -> float:
-    """The one number of threefry.uniform(key, 1), without arrays."""
+    """Return the one number of threefry.uniform(key, 1), without arrays."""
     bits, _ = threefry2x32(key, 0, 0)
     (rounded,) = struct.unpack("<f", struct.pack("<f", bits))
     return min(rounded * 2.0**-32, BELOW_ONE)
 
 
 def threefry2x32(key: Key, counter0: int, counter1: int) -> tuple[int, int]:
-    """Two 32-bit words from a key and a counter of two words each."""
+    """Return two 32-bit words from a key and a counter of two words each."""
     schedule = (key[0], key[1], key[0] ^ key[1] ^ PARITY)
     x0 = counter0 + schedule[0] & MASK
     x1 = counter1 + schedule[1] & MASK

@@ -1,6 +1,6 @@
 """The sampler on the host: numpy float32 logits in, one token id out.
 
-Buffers of the vocabulary's size are made once. Sampling computes noise only for ids that can win:
+Buffers of the vocabulary's size are allocated once. Noise is computed only for ids that can win:
 the survivors of the filters, and among those only what Gumbel noise, which is bounded, could still
 lift over the best one found so far. The result equals the full computation exactly.
 """
@@ -18,16 +18,16 @@ from .draws import GUARD, LARGEST, Draw, Key, nothing_left, position_key, xtc_ac
 from .sampling_options import SamplingOptions
 from .threefry import GUMBEL_MAX, gumbel, uniform, uniform_at
 
-# Below this many survivors a second pass to rule some out costs more than their noise.
+# Below this many survivors, pruning costs more than their noise.
 _PRUNE_ABOVE = 16384
 _PRUNE_HEAD = 32
 
 
 class HostSampler:
-    """Draws tokens for one vocabulary by one set of options. Not for two threads at once.
+    """Draws tokens for one vocabulary with one set of options. Not thread-safe.
 
-    xtc_special_ids: ids that XTC never drops (end of sequence, newline).
-    Raises UsageError for options outside their intervals.
+    xtc_special_ids: ids that XTC never drops (end of sequence, newline). Raises UsageError for
+    options outside their intervals.
     """
 
     def __init__(self, options: SamplingOptions, vocab: int, xtc_special_ids: Sequence[int] = ()):
@@ -57,16 +57,17 @@ class HostSampler:
         top: int = 0,
         want_logprob: bool = True,
     ) -> Draw:
-        """Chooses from float32 (vocab,) and describes: both of the following."""
+        """Choose from float32 (vocab,) and describe: both of the following."""
         self.choose(logits, position, history)
         return self.describe(top, want_logprob)
 
     def choose(self, logits: np.ndarray, position: int, history: Sequence[int] = ()) -> int:
-        """Draws the token at a position, and computes nothing else.
+        """Draw the token at a position, and compute nothing else.
 
-        logits: float32 (vocab,), not modified, and not to be before `describe`. position: of the
-        token drawn, counted from the start of the prompt. history: ids of prompt and answer so far.
-        Raises DataError for a wrong shape, a foreign id in the history, or when all are banned.
+        logits: float32 (vocab,), not modified, nor to be modified before `describe`. position: of
+        the token drawn, counted from the start of the prompt. history: ids of prompt and answer so
+        far. Raises DataError for a wrong shape, an invalid id in the history, or when all are
+        banned.
         """
         if logits.shape != (self.vocab,):
             raise DataError(
@@ -77,7 +78,8 @@ class HostSampler:
         self._logits = logits = logits.astype(np.float32, copy=False)
         if self._greedy:
             self._chosen = best = int(logits.argmax())
-            # A NaN would be the largest, and what counts as a large negative number has not won.
+            # argmax returns a NaN if there is one; a winner of at most -GUARD may lose to a guarded
+            # -inf.
             if -GUARD < logits[best] < np.inf:
                 return best
         self._logits, self._chosen = self._finite(logits)
@@ -85,9 +87,9 @@ class HostSampler:
             self._chosen = self._among(self._chosen, position, history)
         return self._chosen
 
-    @np.errstate(over="ignore")  # differences of huge logits overflow to -inf, which they mean
+    @np.errstate(over="ignore")  # differences of huge logits overflow to -inf, as intended
     def describe(self, top: int = 0, want_logprob: bool = True) -> Draw:
-        """What there is to say of the token that was chosen last. top: alternatives to list."""
+        """Describe the token that was chosen last. top: alternatives to list."""
         if not (want_logprob or top):
             return Draw(self._chosen, math.nan)
         if self._greedy:
@@ -99,7 +101,7 @@ class HostSampler:
 
     @np.errstate(over="ignore")
     def _among(self, best: int, position: int, history: Sequence[int]) -> int:
-        """Where it takes more than the largest logit, which is that of `best`."""
+        """Choose where it takes more than the largest logit, which is that of `best`."""
         if self.options.adjusts_logits:
             self._logits, best = self._adjust(self._logits, history)
         values = np.subtract(self._logits, self._logits[best], out=self._shifted)
@@ -108,14 +110,14 @@ class HostSampler:
         return self._sample(values, self._sum() if self._use_top_p else math.nan, position)
 
     def _sum(self) -> float:
-        """The sum of exp over the logits minus their maximum."""
+        """Return the sum of exp over the logits minus their maximum."""
         if math.isnan(self._total):
             exponentials = np.exp(self._shifted, out=self._exponentials)
             self._total = float(np.add.reduce(exponentials))
         return self._total
 
     def _finite(self, logits: np.ndarray) -> tuple[np.ndarray, int]:
-        """Step 1 of the chain. Returns the logits and the most likely id."""
+        """Apply step 1 of the chain. Returns the logits and the most likely id."""
         best = int(logits.argmax())
         # A NaN makes both comparisons false wherever it is.
         if not (np.minimum.reduce(logits) > -np.inf and logits[best] < np.inf):
@@ -125,7 +127,7 @@ class HostSampler:
         return logits, best
 
     def _adjust(self, logits: np.ndarray, history: Sequence[int]) -> tuple[np.ndarray, int]:
-        """Steps 2 and 3: biases, penalties and bans. Returns as _finite."""
+        """Apply steps 2 and 3: biases, penalties and bans. Returns as _finite."""
         if logits is not self._adjusted:
             np.copyto(self._adjusted, logits)
         if len(self._bias_ids):
@@ -142,7 +144,7 @@ class HostSampler:
         return self._adjusted, best
 
     def _penalise(self, logits: np.ndarray, history: Sequence[int]) -> None:
-        """mlx_lm's three penalties, in its order, over the last ids of the history."""
+        """Apply mlx_lm's three penalties, in its order, over the last ids of the history."""
         options = self.options
         recent = np.array(history[-options.penalty_context :], np.int64)
         if recent.min() < 0 or recent.max() >= self.vocab:
@@ -161,7 +163,8 @@ class HostSampler:
         logits[recent] = np.clip(logits[recent], -LARGEST, LARGEST)
 
     def _sample(self, values: np.ndarray, total: float, position: int) -> int:
-        """Steps 5-10. values: logits minus their maximum. total: sum of exp(values) or NaN."""
+        """Apply steps 5-10. values: logits minus their maximum. total: sum of exp(values) or
+        NaN."""
         options = self.options
         xtc = xtc_acts(options, position)
         reshapes = self._use_typical or xtc
@@ -189,7 +192,8 @@ class HostSampler:
     def _reshape(
         self, ids: np.ndarray, values: np.ndarray, xtc: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Typical-p and XTC, which do not keep a head of the sorted order, and top-k after them."""
+        """Apply typical-p and XTC, which do not keep a head of the sorted order, and top-k after
+        them."""
         if self._use_typical:
             kept = filters.typical_mask(values, self.options.typical_p)
             ids, values = ids.compress(kept), values.compress(kept)
@@ -203,7 +207,7 @@ class HostSampler:
         return ids, values
 
     def _pick(self, ids: np.ndarray | None, values: np.ndarray, position: int) -> int:
-        """The Gumbel-max draw among ids (ascending int64 (n,); None: all of them).
+        """Draw by Gumbel-max among ids (ascending int64 (n,); None: all of them).
 
         values: float32 (n,), of the ids.
         """
@@ -222,7 +226,8 @@ class HostSampler:
     def _contenders(
         self, key: Key, ids: np.ndarray | None, scaled: np.ndarray
     ) -> np.ndarray | None:
-        """Indices of scaled, float32 (n,), that noise can still make the largest; None for all."""
+        """Return indices of scaled, float32 (n,), that noise can still make the largest; None for
+        all."""
         head = np.flatnonzero(scaled >= np.float32(filters.at_least_k_bound(scaled, _PRUNE_HEAD)))
         noise = self._noise(key, head if ids is None else ids[head])
         best = float((scaled[head] + noise).max())
@@ -232,7 +237,7 @@ class HostSampler:
         return np.flatnonzero(reach)
 
     def _noise(self, key: Key, ids: np.ndarray | None) -> np.ndarray:
-        """Gumbel noise, float32 (n,), for ids; float32 (vocab,) when ids is None."""
+        """Return Gumbel noise, float32 (n,), for ids; float32 (vocab,) if ids is None."""
         if ids is None:
             return gumbel(uniform(key, self.vocab))
         # A pair of counters yields two numbers, of which a single id needs one.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..errors import UsageError
 
-# Field -> (lowest, highest). Bounds that mathematics does not set keep float32 from overflowing.
+# Field -> (lowest, highest). Bounds without a mathematical reason prevent float32 overflow.
 INTERVALS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 1e6),
     "top_k": (0, 2**31 - 1),
@@ -59,7 +59,7 @@ class SamplingOptions(NamedTuple):
     seed: int = 0
 
     def validate(self, vocab: int | None = None) -> None:
-        """Check every field; ids also against the vocabulary where that is known.
+        """Check every field; ids also against the vocabulary if given.
 
         Raises UsageError that names the option, its value and its legal interval.
         """
@@ -77,7 +77,7 @@ class SamplingOptions(NamedTuple):
 
     @property
     def needs_history(self) -> bool:
-        """Whether the chain looks at the ids so far."""
+        """True if the chain uses the ids so far."""
         return self.penalty_context > 0 and (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -86,7 +86,7 @@ class SamplingOptions(NamedTuple):
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether any step before the log-softmax may change a finite logit."""
+        """True if a step before the log-softmax may change a finite logit."""
         return bool(self.logit_bias or self.bans or self.needs_history)
 
 

@@ -24,8 +24,8 @@ _SHIFTS = {
     for turns in ROTATIONS
     for turn in turns
 }
-# Counter pairs worked on at once: three buffers of 64 KiB stay in a second-level cache, and the
-# cost of a hundred ufunc calls is spread over enough elements.
+# Counter pairs per block: three buffers of 64 KiB stay in a second-level cache, and the cost of a
+# hundred ufunc calls is spread over enough elements.
 _BLOCK = 16384
 # Pages repeat their cache sets; buffers that start a few lines apart do not evict one another.
 _SKEW = 48
@@ -36,7 +36,8 @@ GUMBEL_MAX = 16.65
 
 
 def uniform(key: Key, n: int) -> np.ndarray:
-    """n numbers in [0, 1), float32 (n,): bit for bit mx.random.uniform(shape=(n,), key=key)."""
+    """Return n numbers in [0, 1), float32 (n,): bit for bit mx.random.uniform(shape=(n,),
+    key=key)."""
     half = n - n // 2
     block = min(half, _BLOCK)
     first, second, scratch = _buffers(block)
@@ -57,7 +58,7 @@ def uniform(key: Key, n: int) -> np.ndarray:
 
 
 def uniform_at(key: Key, n: int, indices: np.ndarray) -> np.ndarray:
-    """uniform(key, n)[indices] without computing the others: float32 (len(indices),).
+    """Return uniform(key, n)[indices] without computing the others: float32 (len(indices),).
 
     indices: integers in [0, n), shape (m,).
     """
@@ -76,7 +77,8 @@ def uniform_at(key: Key, n: int, indices: np.ndarray) -> np.ndarray:
 
 
 def gumbel(u: np.ndarray) -> np.ndarray:
-    """Standard Gumbel noise from uniform numbers, -log(-log(u + 1e-20)): paper 003 section 10.1.
+    """Turn uniform numbers into standard Gumbel noise, -log(-log(u + 1e-20)): paper 003 section
+    10.1.
 
     u: float32 (n,), overwritten with the result, which is also returned.
     """
@@ -88,7 +90,7 @@ def gumbel(u: np.ndarray) -> np.ndarray:
 
 
 def _encrypt(key: Key, x0: Words, x1: Words, scratch: Words) -> None:
-    """The vectorised generator, in place. x0, x1, scratch: uint32 of one shape."""
+    """Run the vectorised generator in place. x0, x1, scratch: uint32 of one shape."""
     schedule = (key[0], key[1], key[0] ^ key[1] ^ PARITY)
     np.add(x0, np.uint32(schedule[0]), out=x0)
     np.add(x1, np.uint32(schedule[1]), out=x1)

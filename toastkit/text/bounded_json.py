@@ -1,17 +1,17 @@
-"""JSON from a checkpoint: read as UTF-8, and refused before it is read where its values would take
-far more memory than its text."""
+"""Parses JSON from a checkpoint: UTF-8, refused before parsing if its values would take far more
+memory than its text."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-# Commas and opening brackets, of which a tensor in a header has about nine.
+# Commas and opening brackets; a tensor in a header has about nine.
 MAX_MARKS = 3 << 20
 
 
 def parse(data: bytes, **hooks: Any) -> Any:
-    """The value. hooks: as json.loads has them. Raises ValueError, in a few words."""
+    """Return the value. hooks: as of json.loads. Raises ValueError, in a few words."""
     if sum(map(data.count, (b",", b"[", b"{"))) > MAX_MARKS:
         raise ValueError(f"it has more than {MAX_MARKS} values")
     try:

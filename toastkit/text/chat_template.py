@@ -1,6 +1,6 @@
 """Chat templates: Jinja source from a checkpoint, rendered with messages to the text of a prompt.
 
-The template comes with downloaded weights and is not trusted. It is rendered in a process of its
+Templates come with downloaded weights and are not trusted. They are rendered in a process of their
 own (toastkit.text.template_child); the embedded model's, known by its hash, in this one.
 """
 
@@ -18,14 +18,14 @@ MAX_SOURCE = 1 << 20  # characters of a template
 # SHA-256 of templates that may run in this process: the embedded model's.
 KNOWN = frozenset(("66edfb854931c933d3ac94f507626dd4fa2d5ca0a9b1036b11729d296a7392ac",))
 _HINT = "a template that comes with a checkpoint is code; --raw does without it"
-# Names that templates have: of the one that is taken, and of the one that is where there are tools.
+# Names of templates: the usual one, and the one used with tools.
 DEFAULT, FOR_TOOLS = "default", "tool_use"
-CALLS = "tool_calls"  # of a message
-CHOICE = "chat_template"  # the argument that names another, as for transformers
+CALLS = "tool_calls"  # field of a message
+CHOICE = "chat_template"  # the argument that names another template, as in transformers
 
 
 class SmallFiles(Protocol):
-    """What a tokenizer is read from. name: of the checkpoint, for messages."""
+    """The files that a tokenizer is read from. name: of the checkpoint, for messages."""
 
     name: str
 
@@ -35,8 +35,8 @@ class SmallFiles(Protocol):
 
 
 def read_templates(files: SmallFiles, *settings: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> source of the chat templates: those in files of their own; where there are none,
-    those of the first JSON object that has any. Raises DataError for what is not text."""
+    """Return name -> source of the chat templates: those in files of their own, else those of the
+    first JSON object that has any. Raises DataError for what is not text."""
     templates: dict[str, Any] = {}
     for path in ("chat_template.jinja", *files.additional_templates()):
         source = files.read(path)
@@ -65,9 +65,9 @@ def read_templates(files: SmallFiles, *settings: Mapping[str, Any]) -> dict[str,
 
 
 def choose(templates: Mapping[str, str], tools: list | None, name: Any, of: str) -> str | None:
-    """The source of the template of a prompt: the one with that name, else the one for tools where
-    there are tools, else the default; None where there are no templates at all. of: whose they are.
-    Raises DataError for a name that none has, and where nothing says which is meant."""
+    """Return the source of the template for a prompt: the named one, else with tools the one for
+    tools, else the default; None if there are no templates at all. of: names the checkpoint. Raises
+    DataError for an unknown name, and if the choice is ambiguous."""
     names = ", ".join(sorted(templates))[:300] or "none"
     if name is not None:
         if isinstance(name, str) and name in templates:
@@ -92,17 +92,15 @@ def render(
     tools: list | None = None,
     note: Callable[[str], None] | None = None,
 ) -> str:
-    """The prompt's text.
+    """Render messages to the prompt's text.
 
-    template: Jinja source. messages: {role, content}, as the user wrote them; only for a template
-    that fails with them parts of content are joined, and content that is null is left out, also for
-    one that writes it out as `None`.
-    special_tokens: bos_token, eos_token, ... -> text. arguments: the user's own variables. tools:
-    JSON schemas. note: is told a line for each of those that the template makes no use of, and when
-    content was joined.
-    Raises DataError, one line, for a template that is broken, refuses the messages, costs too much
-    or tries to leave its sandbox, and for arguments that cannot mean what they say;
-    UnavailableError where its process cannot be started.
+    template: Jinja source. messages: {role, content}, as the user wrote them. Only if the template
+    fails with them are parts of content joined, and null content left out; the latter also if the
+    template writes it as `None`. special_tokens: bos_token, eos_token, ... -> text. arguments: the
+    user's own variables. tools: JSON schemas. note: takes a line for each of those that the
+    template does not use, and when content was joined. Raises DataError, one line, for a template
+    that is broken, refuses the messages, exceeds its limits or tries to leave its sandbox, and for
+    arguments that cannot mean what they say; UnavailableError if its process cannot be started.
     """
     arguments = arguments or {}
     _check_arguments(arguments, tools)
@@ -149,7 +147,7 @@ def _check_arguments(arguments: Mapping[str, Any], tools: list | None) -> None:
 
 
 def _check_documents(template: str, variables: dict, text: str) -> None:
-    """Raises DataError where the text is the same without the documents in the messages."""
+    """Raise DataError if the text is the same without the documents in the messages."""
     messages = variables["messages"]
     if any(map(documents, messages)):
         bare = [
@@ -162,13 +160,13 @@ def _check_documents(template: str, variables: dict, text: str) -> None:
 
 
 def _same(template: str, variables: dict, text: str) -> bool:
-    """Whether the text is the same with other variables."""
+    """True if other variables give the same text."""
     return _answer(template, variables, []).get("text") == text
 
 
 def _as_transformers_has_it(message: dict) -> dict:
-    """Fields that are null are left out, as Hugging Face does; but a content that is null, which
-    templates ask for, stays. Thoughts go under the name that templates read."""
+    """Drop null fields, as Hugging Face does, except content, which templates check for. Thoughts
+    go under the name that templates read."""
     kept = {k: v for k, v in message.items() if v is not None or k == "content"}
     thoughts = [kept[k] for k in ("reasoning_content", "thinking", "reasoning") if k in kept]
     if thoughts:
@@ -177,8 +175,8 @@ def _as_transformers_has_it(message: dict) -> dict:
 
 
 def _reply(template: str, variables: dict, given: list[str]) -> tuple[dict[str, Any], str]:
-    """The reply for the messages, or for what stands in for those that the template fails with or
-    writes null of as Python's word, beside a line about that."""
+    """Return the reply for the messages, and a line about joined parts or "". Substitutes are tried
+    if the template fails with the messages, or writes null as Python's `None`."""
     reply, said, messages = _answer(template, variables, given), "", variables["messages"]
     if "error" in reply and not reply.get("stopped"):
         for other, line in _otherwise(messages):
@@ -195,12 +193,12 @@ def _reply(template: str, variables: dict, given: list[str]) -> tuple[dict[str, 
 
 
 def _otherwise(messages: list[dict]) -> Iterator[tuple[list[dict], str]]:
-    """The messages with the parts of every content joined; with those, if there were any, and a
-    content that is null left out, as Hugging Face has it, and with an empty one in its place. Each
-    only if there are such, beside a line about joined parts."""
+    """Yield substitutes for the messages, each with a line about joined parts: with the parts of
+    every content joined; then also with null content left out, as Hugging Face does; then with
+    empty content in its place. Each only if it applies."""
     line = ""
     listed = any(isinstance(message.get("content"), list) for message in messages)
-    if listed and not any(map(documents, messages)):  # for which nothing can stand in
+    if listed and not any(map(documents, messages)):  # documents have no substitute
         messages = [
             {**m, "content": content_text(m)} if isinstance(m.get("content"), list) else m
             for m in messages
@@ -218,7 +216,7 @@ def _without_null(messages: list[dict]) -> list[dict]:
 
 
 def _answer(source: str, variables: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
-    """The reply of toastkit.text.sandbox.answer, from this process or the child."""
+    """Return the reply of toastkit.text.sandbox.answer, from this process or the child."""
     if len(source) > MAX_SOURCE:
         raise DataError(f"chat template: it is over {MAX_SOURCE} characters long")
     job = {"template": source, "variables": variables, "arguments": arguments}

@@ -1,4 +1,5 @@
-"""Streaming detokenizer: token ids in, text out as soon as it is certain, no character broken.
+"""Streaming detokenizer: token ids in, text out as soon as it is certain, never a partial
+character.
 
 A tokenizer's decoder is a list of steps. Here they become a chain in which each link holds back no
 more than it must:
@@ -8,7 +9,7 @@ more than it must:
        -> stripping of the first characters of the text     (Strip)
        -> emoji held together       (toastkit.text.emoji)
 
-A decoder of another form (CTC, a suffix that depends on what comes last) is decoded as a whole when
+A decoder of another form (CTC, a suffix that depends on what comes last) decodes everything when
 the text ends: correct, but not streamed.
 """
 
@@ -39,9 +40,9 @@ codecs.register_error(_REPLACE_EACH, _replace_each)
 
 
 class StreamingDetokenizer:
-    """Text of a stream of token ids; add()s and finish() together equal `tokenizer.decode`.
+    """Decodes a stream of token ids; add()s and finish() together equal `tokenizer.decode`.
 
-    keep_special: show the special tokens too. Time per token and memory do not grow with the text.
+    keep_special: show special tokens. Time per token and memory do not grow with the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, keep_special: bool = False):
@@ -51,26 +52,27 @@ class StreamingDetokenizer:
         self._emoji = EmojiKeeper()
 
     def add(self, token_id: int) -> str:
-        """The text that is now certain, may be "". Raises DataError for an unknown id."""
+        """Return the text that is now certain, possibly "". Raises DataError for an unknown id."""
         token = self._tokenizer.token(token_id)
         if token in self._hidden:
             return ""
         return self._emoji.add(self._chain.add(token_id, token))
 
     def finish(self) -> str:
-        """What is left; an unfinished character becomes U+FFFD. A new text can begin after it."""
+        """Return the rest; an incomplete character becomes U+FFFD. A new text can begin after
+        it."""
         return self._emoji.add(self._chain.finish()) + self._emoji.finish()
 
 
 def decode_pieces(tokenizer: Tokenizer, ids: Iterable[int], keep_special: bool) -> str:
-    """The text of all ids at once, by the same chain."""
+    """Decode all ids at once, by the same chain."""
     stream = StreamingDetokenizer(tokenizer, keep_special)
     return "".join([*map(stream.add, ids), stream.finish()])
 
 
 def count_bytes(tokenizer: Tokenizer, ids: list[int]) -> int:
-    """Bytes of UTF-8 that the ids stand for as a text of their own, special tokens as they are
-    written. Those of a character's half are counted as they are."""
+    """Count the bytes of UTF-8 that the ids encode as a text of their own, special tokens as
+    written. Bytes of incomplete characters count as they are."""
     chain = _chain(tokenizer, keep_special=True)
     if isinstance(chain, _Whole):
         return len(tokenizer.decode_as_library(ids, keep_special=True).encode())
@@ -81,14 +83,14 @@ def count_bytes(tokenizer: Tokenizer, ids: list[int]) -> int:
 
 
 class _Chain:
-    """The steps up to the text. per_token: decoder for the pieces, or None where the token is the
-    piece. to_text: bytes to characters. strip: (character, how many of it at most)."""
+    """The steps up to the text. per_token: decoder of the pieces, or None if the token is the
+    piece. to_text: bytes to characters. strip: (character, most of it to strip)."""
 
     def __init__(self, per_token: Any, to_text: Any, strip: tuple[str, int]):
         self._per_token = per_token
         self._to_text = to_text
         self._strip = strip
-        self._pieces: dict[int, Any] = {}  # id -> prepared piece, where it is not the first
+        self._pieces: dict[int, Any] = {}  # id -> prepared piece, if not the first
         self._first = True
         self._left = strip[1]
 
@@ -101,7 +103,8 @@ class _Chain:
         return text
 
     def count_bytes(self, tokens: Iterable[tuple[int, str]]) -> int:
-        """Of a whole text, by (id, token); the chain is new and is not used for anything else."""
+        """Count the bytes of a whole text from (id, token); the chain must be new, and is used
+        up."""
         pieces = (self._piece(*token) for token in tokens)
         data = b"".join(p if isinstance(p, bytes) else p.encode() for p in pieces)
         character, most = self._strip
@@ -110,7 +113,7 @@ class _Chain:
         return len(data)
 
     def _piece(self, token_id: int, token: str) -> Any:
-        """What a token is to the next link: bytes or text."""
+        """Return a token as the input of the next link: bytes or text."""
         if self._first:
             self._first = False
             return self._prepare([token])
@@ -134,7 +137,7 @@ class _Chain:
 
 
 class _Whole:
-    """Decodes everything at the end, by the library."""
+    """Decodes everything at the end, with the library."""
 
     def __init__(self, tokenizer: Tokenizer, keep_special: bool):
         self._tokenizer = tokenizer
@@ -151,7 +154,7 @@ class _Whole:
 
 
 def _chain(tokenizer: Tokenizer, keep_special: bool) -> _Chain | _Whole:
-    """The chain for a tokenizer's decoder, read from its JSON."""
+    """Build the chain for a tokenizer's decoder from its JSON."""
     decoder = json.loads(tokenizer.decoder_json)
     if decoder is None:
         return _Chain(_Joined(), _Characters(), ("", 0))
@@ -179,7 +182,7 @@ def _chain(tokenizer: Tokenizer, keep_special: bool) -> _Chain | _Whole:
 
 
 def _library_decoder(steps: list[dict]) -> Any:
-    """A decoder of the library made of these steps."""
+    """Build a decoder of the library from these steps."""
     import tokenizers
 
     model = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
@@ -199,7 +202,7 @@ class _Joined:
 
 
 class _Characters:
-    """The pieces are text already."""
+    """For pieces that are text already."""
 
     def prepare(self, piece: str) -> str:
         return piece
@@ -234,7 +237,7 @@ class _ByteLevel:
 class _ByteFallback:
     """Tokens <0x00> to <0xFF> are bytes, all others text (SentencePiece, Kudo and Richardson 2018).
 
-    Each byte that is no UTF-8 becomes one U+FFFD, as in the library.
+    Each byte of invalid UTF-8 becomes one U+FFFD, as in the library.
     """
 
     def __init__(self) -> None:
@@ -258,7 +261,7 @@ class _ByteFallback:
 
 
 def byte_alphabet() -> str:
-    """256 characters, the i-th stands for byte i: itself where it prints, else from U+0100 on."""
+    """Return 256 characters, the i-th for byte i: itself if printable, else from U+0100 on."""
     prints = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return "".join(chr(b) if b in prints else chr(next(others)) for b in range(256))

@@ -1,4 +1,4 @@
-"""Emoji of several code points are shown whole: what may still grow is held back.
+"""Keeps emoji of several code points whole: what may still grow is held back.
 
 Follows the emoji sequences of Unicode Technical Standard 51: a pictograph with variation selector,
 skin tone, tags and zero-width joiners; a pair of regional indicators; a keycap.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-LONGEST = 32  # code points; the longest emoji in use has 10, so more is noise and is let through
+LONGEST = 32  # code points; the longest emoji in use has 10, so more is noise and passes
 
 _PICTOGRAPH = (
     "[\u00a9\u00ae\u203c\u2049\u2122\u2139\u2194-\u21aa\u231a-\u23ff\u24c2\u25aa-\u27bf"
@@ -30,7 +30,7 @@ class EmojiKeeper:
         self._held = ""
 
     def add(self, text: str) -> str:
-        """The text that no later piece can change the look of."""
+        """Return the text whose rendering no later piece can change."""
         if not text:
             return ""
         text = self._held + text
@@ -39,20 +39,20 @@ class EmojiKeeper:
         return text[:cut]
 
     def finish(self) -> str:
-        """What is held back."""
+        """Return what is held back."""
         held, self._held = self._held, ""
         return held
 
 
 def unfinished(text: str) -> int:
-    """How many code points at the end of a text may be the beginning of a longer emoji."""
+    """Count the code points at the end of a text that may begin a longer emoji."""
     if text[-1:] < "\u00a9" and text[-1:] not in _KEYS:
-        return 0  # most text, at once
+        return 0  # fast path for most text
     flags = 0
     while flags < len(text) and _is_flag(text[-1 - flags]):
         flags += 1
     if flags:
-        return flags % 2  # a pair is whole
+        return flags % 2  # a pair is complete
     tail = text[-LONGEST - 1 :]
     found = _UNFINISHED.search(tail)
     length = len(tail) - found.start() if found else 0

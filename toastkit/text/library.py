@@ -1,7 +1,7 @@
 """Calls into the `tokenizers` package, bounded in time and in output.
 
-It is written in Rust and does what an untrusted tokenizer.json says: it may panic, match a pattern
-for hours, or make a text a thousand times as long.
+It is written in Rust and executes an untrusted tokenizer.json: it may panic, match a pattern for
+hours, or make a text a thousand times as long.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from toastkit.errors import DataError
 T = TypeVar("T")
 
 SECONDS = 10.0  # for a piece of a text, which takes under one
-MOST_LEFT = 2  # calls that did not end in time, and go on
-MOST_GROWTH = 64  # times the length of a text, by its rules
-MOST_ADDED = 1 << 16  # characters put before a text
+MOST_LEFT = 2  # calls still running after their timeout
+MOST_GROWTH = 64  # most that the rules may multiply a text's length
+MOST_ADDED = 1 << 16  # most characters that they may prepend
 
 _left: list[threading.Thread] = []
 
-_COMPOSED = 4  # characters at most that become one in NFC and NFKC
+_COMPOSED = 4  # most characters that NFC and NFKC compose into one
 # Steps that drop nothing.
 _KEEPING = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteLevel")
 _SPLITTING = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
 
 
 def call(doing: str, act: Callable[[], T], seconds: float | None = None) -> T:
-    """What `act` returns. Raises DataError, beginning with `doing`, for what it raises, panics
-    included, and where it takes longer than `seconds`.
+    """Return what `act` returns. Raises DataError, beginning with `doing`, for what it raises,
+    panics included, and if it takes longer than `seconds`.
 
-    With `seconds` it runs on a thread of its own, which is left to itself when the time is over:
-    nothing else can end a search that has begun.
+    With `seconds` it runs on a thread of its own, which is abandoned at the timeout: a search that
+    has begun cannot be stopped.
     """
     if seconds is None:
         with _unheard():
@@ -58,9 +58,9 @@ def call(doing: str, act: Callable[[], T], seconds: float | None = None) -> T:
 
 @contextmanager
 def _unheard() -> Iterator[None]:
-    """Meanwhile nothing gets to stderr, where the library tells of a panic before we do. Only for
-    the main thread, which waits: where there are others that have something to say, as in the
-    daemon, none of them does the library's work."""
+    """Silence stderr, where the library reports a panic before we do. Only in the main thread,
+    which waits: processes whose other threads may print, such as the daemon, use the library off
+    the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -75,7 +75,7 @@ def _unheard() -> Iterator[None]:
 
 
 def _tried(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """A panic is a BaseException, of a class that nothing exports."""
+    """Catch everything: a panic is a BaseException, of a class that nothing exports."""
     try:
         return act(), None
     except BaseException as error:
@@ -92,21 +92,21 @@ def _outcome(doing: str, value: Any, error: BaseException | None) -> Any:
 
 
 def load(data: bytes) -> Any:
-    """The `tokenizers.Tokenizer` of a tokenizer.json, with truncation and padding off. Raises
+    """Load the `tokenizers.Tokenizer` of a tokenizer.json, with truncation and padding off. Raises
     DataError for one that is broken, or whose rules make a text very much longer."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or it warns after a fork
-    os.environ["RUST_BACKTRACE"] = "0"  # where a panic is heard: two lines, no stack
+    os.environ["RUST_BACKTRACE"] = "0"  # if a panic is printed: two lines, no stack
     import tokenizers
 
-    # Loading runs the rules already, over the added tokens. The file is not parsed for this.
+    # Loading already runs the rules, over the added tokens; so check them first, without parsing.
     text = data.decode("utf-8", "replace")
     for found in re.finditer(r'"(normalizer|decoder)"\s*:\s*(?=\{)', text):
         try:
             _check_growth(json.JSONDecoder().raw_decode(text, found.end())[0], found[1])
         except (ValueError, RecursionError):
-            continue  # the library says what is wrong with it
+            continue  # the library reports what is wrong with it
     tokenizer = call("broken tokenizer.json", lambda: tokenizers.Tokenizer.from_buffer(data))
-    for name in ("normalizer", "decoder"):  # whatever the file calls them
+    for name in ("normalizer", "decoder"):  # as loaded, however the file spells them
         _check_growth(section(tokenizer, name), name)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -114,15 +114,16 @@ def load(data: bytes) -> Any:
 
 
 def section(tokenizer: Any, name: str) -> dict | None:
-    """A part of a tokenizer as tokenizer.json has it: normalizer, pre_tokenizer, post_processor,
+    """Return a part of a tokenizer as in tokenizer.json: normalizer, pre_tokenizer, post_processor,
     decoder."""
     part = getattr(tokenizer, name)
     return None if part is None else json.loads(part.__getstate__())
 
 
 def post_processor_fault(tokenizer: Any, add_special: bool) -> str | None:
-    """Of the template around a text, what it names and is not there, if anything: the library takes
-    such a template, and panics at the first text. add_special: its special tokens are added."""
+    """Return what the post-processor's template refers to that does not exist, if anything: the
+    library accepts such a template, and panics at the first text. add_special: its special tokens
+    are added."""
     for step in steps(section(tokenizer, "post_processor")):
         for piece in step["single"] if step.get("type") == "TemplateProcessing" else ():
             token = piece.get("SpecialToken", {}).get("id")
@@ -144,9 +145,9 @@ def _check_growth(part: Any, name: str) -> None:
 
 
 def growth(part: Any) -> tuple[float, float]:
-    """How much longer a normalizer or a decoder makes a text: at most so many times, and so many
-    characters more. What Unicode's normal forms do is left out: it is bounded, and not theirs to
-    choose."""
+    """Return bounds of how much longer a normalizer or a decoder makes a text: a factor, and
+    characters more. Unicode's normal forms are not counted: they are bounded, and not the file's
+    choice."""
     times, added = 1.0, 0.0
     for step in steps(part):
         if step.get("type") == "Replace":
@@ -164,7 +165,7 @@ def _replace_growth(pattern: Any, content: Any) -> float:
         return max(1.0, size / len(text))
     expression = str(kind.get("Regex", ""))
     try:
-        # What looks around itself may match nothing at all, wherever it is.
+        # Lookaround may match the empty string, anywhere.
         empty = "(?" in expression or re.match(expression, "") is not None
     except (re.error, RecursionError, OverflowError):
         empty = True
@@ -172,7 +173,7 @@ def _replace_growth(pattern: Any, content: Any) -> float:
 
 
 def steps(part: Any) -> list[dict]:
-    """The steps of a part, see `section`, in their order, out of the sequences that they are in."""
+    """Return the steps of a part (see `section`) in order, with sequences flattened."""
     if not isinstance(part, dict):
         return []
     if part.get("type") != "Sequence":
@@ -183,8 +184,8 @@ def steps(part: Any) -> list[dict]:
 
 
 def reach(tokenizer: Any) -> int | None:
-    """The most characters of a text that one token stands for; None where that is not bounded:
-    where blanks are dropped, or anything unknown becomes one token."""
+    """Return the most characters of a text that one token stands for; None if unbounded: if blanks
+    are dropped, or any run of unknown characters becomes one token."""
     import tokenizers
 
     model = tokenizer.model
@@ -213,7 +214,7 @@ def reach(tokenizer: Any) -> int | None:
 
 
 def _spells_all(model: Any, vocab: dict[str, int], steps: list[dict]) -> bool:
-    """Whether every character becomes a token of its own at least."""
+    """True if every character becomes at least one token of its own."""
     from toastkit.text.detokenizer import byte_alphabet
 
     if any(step["type"] == "ByteLevel" for step in steps):

@@ -1,4 +1,4 @@
-"""What a chat template is rendered with: the OpenAI-style list of {role, content}, and tools."""
+"""The input of a chat template: the OpenAI-style list of {role, content}, and tools."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _ELSEWHERE = {
     "documents": "documents are a variable of the template: --template-arg documents=JSON",
 }
 AS_TEXT = "give documents as text, or as the template's variable of that name"
-TEXT, DOCUMENT = "text", "document"  # types of a part
-MAX_DEPTH = 100  # lists in lists
-MAX_VALUES = 1 << 20  # in messages, beside texts
+TEXT, DOCUMENT = "text", "document"  # types of a content part
+MAX_DEPTH = 100  # levels of nesting
+MAX_VALUES = 1 << 20  # in messages, besides texts
 
 
 def user_messages(text: str, system: str | None = None) -> list[dict]:
-    """One user turn, after a system turn where there is one."""
+    """Return one user turn, after a system turn if given."""
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
@@ -29,24 +29,23 @@ def user_messages(text: str, system: str | None = None) -> list[dict]:
 
 
 def load_messages(data: str | bytes) -> list[dict]:
-    """Reads messages from JSON, UTF-8 where it is bytes: a list, or an object that holds it.
-    Raises DataError for anything else, and as check_messages does.
-    """
+    """Read messages from JSON, UTF-8 if bytes: a list, or an object that holds it. Raises DataError
+    for anything else, and as check_messages does."""
     return check_messages(_unwrapped(_parse(data, "messages"), "messages", _SHAPE))
 
 
 def load_tools(data: str | bytes) -> list[dict]:
-    """Reads tools as load_messages does messages. Raises DataError as check_tools does."""
+    """Read tools as load_messages does messages. Raises DataError as check_tools does."""
     return check_tools(_unwrapped(_parse(data, "tools"), "tools", _TOOLS_SHAPE))
 
 
 def check_messages(document: Any) -> list[dict]:
-    """Messages from what was read from JSON, as they are.
+    """Validate messages parsed from JSON; return them unchanged.
 
-    Content is a string or a list of parts: texts, and documents in whatever form the template has
-    for them. An assistant message with tool calls may have no content, or null. Fields beyond role
-    and content are for the template.
-    Raises DataError, which names the message (counted from 1), for anything else.
+    Content is a string or a list of parts: texts, and documents in whatever form the template
+    takes. An assistant message with tool calls may have no content, or null. Fields beyond role and
+    content are for the template. Raises DataError, which names the message (counted from 1), for
+    anything else.
     """
     if not isinstance(document, list):
         raise DataError(f"messages: {kind(document)} instead of a list", hint=f"give {_SHAPE}")
@@ -59,7 +58,7 @@ def check_messages(document: Any) -> list[dict]:
 
 
 def check_tools(document: Any) -> list[dict]:
-    """Tools from what was read from JSON: a list of objects, which are the template's to read.
+    """Validate tools parsed from JSON: a list of objects, whose content is up to the template.
     Raises DataError for anything else."""
     if not isinstance(document, list):
         raise DataError(f"tools: {kind(document)} instead of a list", hint=f"give {_TOOLS_SHAPE}")
@@ -71,7 +70,7 @@ def check_tools(document: Any) -> list[dict]:
 
 
 def check_size(value: Any, what: str) -> None:
-    """Raises DataError where lists and objects are nested too deep, or there are too many."""
+    """Raise DataError if lists and objects are nested too deep, or there are too many values."""
     stack, count = [iter((value,))], 0
     while stack:
         for item in stack[-1]:
@@ -88,7 +87,7 @@ def check_size(value: Any, what: str) -> None:
 
 
 def content_text(message: dict) -> str:
-    """A message's content as one text: its text parts joined, nothing where it has none."""
+    """Return a message's content as one text: its text parts joined, "" without content."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(part["text"] for part in content if part["type"] == TEXT)
@@ -96,21 +95,21 @@ def content_text(message: dict) -> str:
 
 
 def documents(message: dict) -> list[dict]:
-    """The parts of a message's content that are documents."""
+    """Return the parts of a message's content that are documents."""
     content = message.get("content")
     return [p for p in content if p["type"] == DOCUMENT] if isinstance(content, list) else []
 
 
 def with_text(message: dict, text: str, keep: bool = False) -> dict:
-    """The message with another content, which is a list where the message's is one. keep: the
-    documents stay before the text."""
+    """Return the message with other content, as a list if the message's is one. keep: keep the
+    documents before the text."""
     listed = isinstance(message.get("content"), list)
     kept = documents(message) if keep else []
     return {**message, "content": [*kept, {"type": TEXT, "text": text}] if listed else text}
 
 
 def _unwrapped(document: Any, name: str, shape: str) -> Any:
-    """What an object holds under the name; anything but an object as it is."""
+    """Return what an object holds under the name; anything but an object unchanged."""
     if not isinstance(document, dict):
         return document
     if name not in document:
@@ -145,7 +144,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _refuse_surrogates(text: str, document: Any, what: str) -> None:
-    """A lone surrogate (\\ud800 in JSON) is no character and has no UTF-8."""
+    """Refuse a lone surrogate (\\ud800 in JSON): it is no character and has no UTF-8."""
     if "\\u" in text or not text.isascii():
         try:
             json.dumps(document, ensure_ascii=False).encode()
@@ -154,7 +153,7 @@ def _refuse_surrogates(text: str, document: Any, what: str) -> None:
 
 
 def _others(entry: dict) -> Iterator[Any]:
-    """What a message has beyond its role and a content that is text."""
+    """Iterate over a message's values that are not text."""
     return (value for value in entry.values() if not isinstance(value, str))
 
 
@@ -191,7 +190,7 @@ def _check_part(part: Any, where: str) -> None:
 
 
 def kind(value: Any) -> str:
-    """What a value of JSON is, for a message."""
+    """Name the type of a JSON value, for a message."""
     if value is None:
         return "null"
     names = {bool: "a boolean", dict: "an object", list: "a list", str: "a string"}

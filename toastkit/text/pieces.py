@@ -1,9 +1,9 @@
-"""A long text tokenised piece by piece: the same ids in less memory, and no further than needed.
+"""Tokenises a long text piece by piece: the same ids in less memory, and no further than needed.
 
-A text is cut where the tokens on both sides are the same whether it is cut or not. That is tried
-out on MARGIN characters to the left and to the right; on the left the piece itself, with all that
-is before it, has to agree. So the ids are those of the whole text wherever no token depends on
-what is further away than that.
+A text is cut where the tokens on both sides are the same whether it is cut or not. That is tested
+on MARGIN characters to the left and to the right; on the left the piece itself, with all that
+precedes, has to agree. So the ids are those of the whole text unless a token depends on text
+further away than that.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from toastkit.errors import DataError
 
 PIECE = 1 << 18  # characters
 MARGIN = 1 << 10
-MOST = 1 << 20  # of a piece where no place to cut is found
-PLACES = 12  # of each kind that are tried before a piece is made longer
+MOST = 1 << 20  # of a piece without a place to cut
+PLACES = 12  # of each kind to try before a piece is made longer
 _SPACED = re.compile(r"(?<=\S)\s(?=\S)")
 _SOLID = re.compile(r"(?<=\S)(?=\S)")
 
@@ -25,10 +25,10 @@ Encode = Callable[[str], list[int]]
 
 
 def encode_pieces(encode: Encode, text: str, size: int) -> Iterator[list[int]]:
-    """The ids of a text, piece by piece. size: characters of one.
+    """Yield the ids of a text, piece by piece. size: characters of a piece.
 
-    encode: ids of a text without special tokens. Raises DataError where a text has no place to cut
-    for too long.
+    encode: ids of a text without special tokens. Raises DataError if a text has no place to cut for
+    too long.
     """
     start, margin = 0, min(MARGIN, size // 4)
     while len(text) - start > size:
@@ -48,7 +48,7 @@ def encode_pieces(encode: Encode, text: str, size: int) -> Iterator[list[int]]:
 def _next_piece(
     encode: Encode, text: str, start: int, size: int, margin: int
 ) -> tuple[list[int], int] | None:
-    """The ids of the next piece, and where the one after it begins."""
+    """Return the ids of the next piece, and where the one after it begins."""
     for end in range(start + size, min(len(text), start + max(MOST, 4 * size)), size):
         for cut in _places(text, end - margin, min(end, len(text) - margin)):
             left = encode(text[cut - margin : cut])
@@ -65,23 +65,24 @@ def _next_piece(
 
 
 def _places(text: str, low: int, high: int) -> Iterator[int]:
-    """Where to try, the last first: before single blanks, which end a word nearly everywhere, then
-    within what has no blanks. Never beside a run of blanks: how that is read hangs on its ends."""
+    """Yield places to try, last first: before single blanks, which end a word nearly everywhere,
+    then within text without blanks. Never next to a run of blanks, whose tokens depend on its
+    ends."""
     for pattern in (_SPACED, _SOLID):
         places = [found.start() for found in pattern.finditer(text, low, high)]
         yield from places[: -PLACES - 1 : -1]
 
 
 def _skipped(encode: Encode, right: str, wanted: list[int]) -> int | None:
-    """How many characters to leave out for the right side to become these ids: one where the
-    tokenizer writes a blank before every text by itself."""
+    """Return how many characters to drop for the right side to give these ids: one if the tokenizer
+    itself puts a blank before every text."""
     if encode(right) == wanted:
         return 0
     return 1 if right[0] == " " and encode(right[1:]) == wanted else None
 
 
 def give_back() -> None:
-    """Returns to the system what tokenising a long text took: glibc keeps it otherwise."""
+    """Return the memory of tokenising a long text to the system; glibc keeps it otherwise."""
     if sys.platform == "linux":
         import ctypes
 

@@ -1,8 +1,8 @@
-"""Jinja as Hugging Face sets it up for chat templates, and the process that renders untrusted ones.
+"""Jinja set up as in Hugging Face's chat templates, and the process that renders untrusted ones.
 
-Jinja's immutable sandbox keeps a template away from Python's internals. What it may cost is bounded
-by the process: `serve` runs in a child (toastkit.text.template_child) that can open no file, start
-no process and take only so much memory, and whose clock its parent watches.
+Jinja's immutable sandbox keeps a template away from Python's internals. The process bounds its
+cost: `serve` runs in a child (toastkit.text.template_child) that can open no file, start no process
+and use only so much memory, and that its parent kills at a timeout.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from jinja2 import Template, TemplateSyntaxError, ext, meta, nodes, sandbox
 from jinja2.utils import Namespace as JinjaNamespace
 
-MOST_COMPILED = 4  # a server renders one template again and again; few, because it may be long
+MOST_COMPILED = 4  # a server renders one template again and again; few, because they may be long
 
 
 class Refused(Exception):
-    """The template called raise_exception, or does what no chat template may."""
+    """The template called raise_exception, or does something forbidden."""
 
 
 class TooMuch(Exception):
@@ -33,9 +33,9 @@ class TooMuch(Exception):
 
 
 class Namespace(JinjaNamespace):
-    """Jinja's namespace without names that mean something to Python, such as `__html__`."""
+    """Jinja's namespace without names special to Python, such as `__html__`."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # any name but these is the template's
+    def __init__(*args: Any, **kwargs: Any) -> None:  # any other name is the template's
         self, *given = args
         values = dict(*given, **kwargs)
         for name in values:
@@ -53,7 +53,7 @@ def _check_name(name: Any) -> None:
 
 
 class GenerationTag(ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the assistant said; the text stays."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text, which stays."""
 
     tags = {"generation"}
 
@@ -81,7 +81,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Characters as they are, no HTML escapes, Python's spacing, keys in their order."""
+    """Dump JSON without escapes for non-ASCII or HTML, with Python's spacing and the keys' own
+    order."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -108,17 +109,17 @@ def _compiled(source: str) -> Template:
 
 @lru_cache(MOST_COMPILED)
 def _mentioned(source: str) -> list[str]:
-    """The variables that a template takes from outside."""
+    """Return the variables that a template takes from outside."""
     return sorted(meta.find_undeclared_variables(_environment().parse(source)))
 
 
 def answer(job: dict[str, Any], most: float = inf) -> dict[str, Any]:
-    """Renders. Raises nothing but what ends a process.
+    """Render a job. Raises nothing except what ends a process.
 
-    job: template, its source; variables; arguments, the names of those that the user set. most: how
-    many characters it may write. -> text, with `mentions`, the variables that the template takes,
-    where there are arguments, and `number`, an argument of which it takes 0 or 1 for nothing and a
-    truth value for something; or error, a line, with `stopped` if it asked for too much.
+    job: template, its source; variables; arguments, the names of those that the user set. most:
+    characters that it may write. -> text, with `mentions`, the variables that the template takes,
+    if there are arguments, and `number`, an argument given as 0 or 1 that has no effect as a number
+    but would as a boolean; or error, a line, with `stopped` if it exceeded a limit.
     """
     try:
         text = _written(job["template"], job["variables"], most)
@@ -153,8 +154,8 @@ def _written(source: str, variables: dict[str, Any], most: float) -> str:
 
 
 def _number_without_effect(job: dict[str, Any], text: str, most: float) -> str | None:
-    """An argument that was given as 0 or 1, as if it had not been, while false or true would change
-    the text: `x is false` does not hold for 0."""
+    """Return an argument given as 0 or 1 without effect, where false or true would change the text:
+    `x is false` does not hold for 0."""
     variables = job["variables"]
     for name in job["arguments"]:
         value = variables[name]
@@ -173,7 +174,7 @@ def _number_without_effect(job: dict[str, Any], text: str, most: float) -> str |
 
 
 def _one_line(error: object) -> str:
-    """A message in one line of at most 300 characters."""
+    """Return a message as one line of at most 300 characters."""
     text = " ".join(str(error)[:2000].split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."
 
@@ -182,10 +183,10 @@ def _one_line(error: object) -> str:
 
 
 def serve(memory_bytes: int, base_characters: int, header_bytes: int) -> None:
-    """Answers jobs on descriptor 0, a socket, until it is closed.
+    """Answer jobs on descriptor 0, a socket, until it is closed.
 
-    memory_bytes: of address space. base_characters: that it may write, beside four for each byte of
-    the job. header_bytes: of a message: its length, big-endian; then comes its JSON.
+    memory_bytes: of address space. base_characters: that a template may write, plus four for each
+    byte of the job. header_bytes: of a message's length, big-endian; then comes its JSON.
     """
     _confine(memory_bytes)
     read, write = open(0, "rb", closefd=False), open(0, "wb", closefd=False)
@@ -200,14 +201,14 @@ def serve(memory_bytes: int, base_characters: int, header_bytes: int) -> None:
             return
         size = int.from_bytes(header, "big")
         job = json.loads(read.read(size))
-        # The parent watches the clock; this is for a child whose parent was killed.
+        # The parent enforces the timeout; this is for a child whose parent was killed.
         signal.alarm(int(job["seconds"]) + 10)
         reply = answer(job, base_characters + 4 * size)
 
 
 def _confine(memory_bytes: int) -> None:
-    """Nothing can be opened, written to disk or started any more, whatever a template finds."""
-    # What Jinja and Python would import when a template needs it.
+    """Forbid opening, writing to disk and starting anything, whatever a template finds."""
+    # What Jinja and Python would import lazily.
     for name in ("jinja2.constants", "jinja2.debug", "unicodedata", "html", "textwrap", "pprint"):
         import_module(name)
     codecs.lookup("unicode-escape")
@@ -223,6 +224,6 @@ def _confine(memory_bytes: int) -> None:
     ):
         hard = resource.getrlimit(kind)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        # MacOS refuses some; there the parent looks at the memory, too.
+        # macOS refuses some; there the parent checks the memory, too.
         with suppress(OSError, ValueError):
             resource.setrlimit(kind, (most, most))

@@ -1,7 +1,7 @@
-"""Stop strings over streamed text: nothing of a stop string, nor of what may become one, is shown.
+"""Stop strings over streamed text: no part of a stop string, or of what may become one, is shown.
 
-Text is held back only while a stop string may still come of it, so what is searched at each piece
-is the piece and less than the longest stop string before it.
+Text is held back only while a stop string may still result from it, so each piece is searched
+together with less than the longest stop string before it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class StopStrings:
     """Cuts a stream of text at the first stop string.
 
     The earliest match wins, at the same start the longest, however the text was split into pieces.
-    So a match is final only when no earlier or longer one can still come about.
+    So a match is final only once no earlier or longer one is possible.
 
-    stops: the strings, none of them empty. Raises UsageError for an empty one.
-    stopped: the stop string that ended the text, or None.
+    stops: the strings, none of them empty. Raises UsageError for an empty one. stopped: the stop
+    string that ended the text, or None.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -31,7 +31,7 @@ class StopStrings:
         self._held = ""  # text seen and not shown
 
     def add(self, text: str) -> tuple[str, bool]:
-        """Takes a piece of text; returns (text that is safe to show, whether a stop was found)."""
+        """Take a piece of text; return (text that is safe to show, True if a stop was found)."""
         if self.stopped is not None:
             return "", True
         self._held += text
@@ -42,7 +42,8 @@ class StopStrings:
         return shown, False
 
     def finish(self) -> str:
-        """The text held back when the run ends otherwise; a whole stop string in it still stops."""
+        """Return the text held back when the run ends otherwise; a complete stop string in it still
+        stops."""
         if self.stopped is None:
             end, _, self.stopped = self._match()
             self._held = self._held[:end]
@@ -50,18 +51,19 @@ class StopStrings:
         return held
 
     def _match(self) -> tuple[int, int, str | None]:
-        """Where the first stop string in the held text begins, and that string, the longest of
-        equal starts; the end of the text and None where there is none."""
+        """Return the start of the first stop string in the held text, minus its length, and that
+        string, the longest at that start; the end of the text and None if there is none."""
         found = ((self._held.find(stop), -len(stop), stop) for stop in self._stops)
         nothing = (len(self._held), 0, None)
         return min((match for match in found if match[0] >= 0), default=nothing)
 
     def _grows_at(self) -> int:
-        """The first place from which on the held text is the beginning of a longer stop string."""
+        """Return the first place from which the held text is the beginning of a longer stop
+        string."""
         end = len(self._held)
         for start in range(max(end - self._longest + 1, 0), end):
             tail = self._held[start:]
-            after = bisect_right(self._stops, tail)  # all that begin with it, and are longer
+            after = bisect_right(self._stops, tail)  # longer ones that begin with it
             if self._stops[after : after + 1] and self._stops[after].startswith(tail):
                 return start
         return end

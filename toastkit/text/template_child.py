@@ -1,8 +1,8 @@
-"""The process in which untrusted chat templates are rendered, as its parent sees it.
+"""The parent's side of the process that renders untrusted chat templates.
 
-It is started when the first such template is, answers any number of jobs, one at a time, and is
-killed when one takes too long or too much; then the next job starts another. It gets no environment
-and no descriptor but its end of a socket, see toastkit.text.sandbox.
+It is started for the first such template, answers any number of jobs, one at a time, and is killed
+when one exceeds a limit; the next job starts another. It gets no environment and no descriptor
+except its end of a socket, see toastkit.text.sandbox.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import Any
 from toastkit.errors import UnavailableError
 
 START_SECONDS = 30.0
-LOOKS = sys.platform == "darwin"  # which does not hold a process to RLIMIT_AS
-LOOK_SECONDS = 0.1  # between two looks at the memory of a child
-MEMORY_BYTES = 768 << 20  # of a child's address space, interpreter and all
-BASE_CHARACTERS = 16 << 20  # that it may write, whatever the job is
+LOOKS = sys.platform == "darwin"  # which does not enforce RLIMIT_AS
+LOOK_SECONDS = 0.1  # between two checks of a child's memory
+MEMORY_BYTES = 768 << 20  # of a child's address space, interpreter included
+BASE_CHARACTERS = 16 << 20  # that it may write, whatever the job
 MOST_BYTES = 256 << 20  # of a reply, as JSON
 HEADER_BYTES = 8  # of a message: its length, big-endian
 _BOOT = f"""import sys
 sys.path += sys.argv[1:]
 from toastkit.text.sandbox import serve
 serve({MEMORY_BYTES}, {BASE_CHARACTERS}, {HEADER_BYTES})"""
-_KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH")  # the time that strftime_now tells; Python's own
+_KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH")  # strftime_now's time zone; Python's own libraries
 
 
 class Stopped(Exception):
-    """The child was killed, and why: a line."""
+    """The child was killed; says why in a line."""
 
 
 class _Child:
-    """A running child. Raises UnavailableError where it cannot be started."""
+    """A running child. Raises UnavailableError if it cannot be started."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
@@ -62,11 +62,11 @@ class _Child:
             raise failed from error
 
     def alive(self) -> bool:
-        """Whether it is there for this process, which may be a fork of the one that started it."""
+        """True if it is running, and this process is not a fork of the one that started it."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The reply to a job. Raises Stopped."""
+        """Return the reply to a job. Raises Stopped."""
         deadline = time.monotonic() + seconds
         data = json.dumps({**job, "seconds": seconds}).encode()
         try:
@@ -79,7 +79,7 @@ class _Child:
             raise Stopped("it takes too much memory") from error
 
     def end(self) -> None:
-        """Kills it."""
+        """Kill it."""
         self._socket.close()
         if self._owner == os.getpid():
             self._process.kill()
@@ -100,7 +100,7 @@ class _Child:
                 self._socket.settimeout(min(left, LOOK_SECONDS))
                 count = self._socket.recv_into(rest)
             except TimeoutError:
-                if time.monotonic() >= deadline:  # what came while we were suspended is in time
+                if time.monotonic() >= deadline:  # what arrived while we were suspended is in time
                     raise
                 if LOOKS and _resident(self._process.pid) > MEMORY_BYTES:
                     raise Stopped("it takes too much memory") from None
@@ -112,7 +112,7 @@ class _Child:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory of a process, 0 where unknown."""
+    """Return the resident memory of a process in bytes, 0 if unknown."""
     command = ["ps", "-o", "rss=", "-p", str(pid)]
     try:
         return int(subprocess.run(command, capture_output=True, check=True).stdout) * 1024
@@ -121,7 +121,7 @@ def _resident(pid: int) -> int:
 
 
 def package_roots() -> list[str]:
-    """Where the child finds what it imports beside the standard library."""
+    """Return the directories of what the child imports besides the standard library."""
     from importlib.util import find_spec
 
     specs = [find_spec(name) for name in ("toastkit", "jinja2", "markupsafe")]
@@ -134,10 +134,10 @@ _child: _Child | None = None
 
 
 def ask(job: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The child's reply to a job of toastkit.text.sandbox.answer. Any thread; one at a time.
+    """Return the child's reply to a job of toastkit.text.sandbox.answer. Any thread; one at a time.
 
-    Raises Stopped where it took longer than `seconds`, too much memory or wrote too much,
-    UnavailableError where no child can be started.
+    Raises Stopped if it took longer than `seconds`, too much memory or wrote too much,
+    UnavailableError if no child can be started.
     """
     global _child
     with _lock:
@@ -149,7 +149,7 @@ def ask(job: dict[str, Any], seconds: float) -> dict[str, Any]:
         try:
             _child = _child or _Child()
             reply = _child.ask(job, seconds)
-        except BaseException:  # an interrupt as well: its reply would be taken for the next one
+        except BaseException:  # an interrupt as well: the next job would get its reply
             _end()
             raise
         if reply.get("stopped"):
@@ -158,7 +158,7 @@ def ask(job: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def end() -> None:
-    """Ends the child, if there is one."""
+    """End the child, if there is one."""
     with _lock:
         _end()
 

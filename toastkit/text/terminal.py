@@ -1,5 +1,5 @@
-"""What of a text may reach a terminal: control characters could repaint it, retitle it, or set what
-the user pastes next. And what of one that was typed is text."""
+"""Escapes text for a terminal, where control characters could repaint it, retitle it, or set what
+the user pastes next; and validates text typed at one."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 def shown(text: object) -> str:
-    """A name or a message as a part of one line: what is not printable is escaped, a byte that was
-    no text as that byte."""
+    """Return a name or a message as part of one line: non-printable characters are escaped, an
+    undecodable byte as that byte."""
     return "".join(c if c.isprintable() else _escaped(c) for c in str(text))
 
 
 def harmless(text: str) -> str:
-    """An answer for a terminal: lines, tabs and every script as they are, the other control
+    """Return an answer for a terminal: lines, tabs and every script unchanged, other control
     characters escaped."""
     return _CONTROL.sub(lambda match: _escaped(match[0]), text)
 
 
 def typed(text: str, what: str) -> str:
-    """An argument or a line of a terminal, as it is. what: for the message of the DataError that is
-    raised for bytes that are not UTF-8, which Python has as lone surrogates."""
+    """Return an argument or a terminal line unchanged. what: names it in the DataError for bytes
+    that are not UTF-8, which Python decodes to lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -36,6 +36,6 @@ def typed(text: str, what: str) -> str:
 
 
 def _escaped(character: str) -> str:
-    if "\udc80" <= character <= "\udcff":  # what decodes an argument's or a file name's bytes
+    if "\udc80" <= character <= "\udcff":  # surrogateescape, from arguments and file names
         character = chr(ord(character) - 0xDC00)
     return character.encode("unicode_escape").decode()

@@ -16,24 +16,24 @@ from toastkit.text.bounded_json import parse
 from toastkit.text.chat_template import SmallFiles, read_templates
 from toastkit.text.exact_numbers import counted
 
-# End a turn where the checkpoint's template writes them, whether or not a config says so.
+# End a turn if the checkpoint's template writes them, whether or not a config says so.
 _END_OF_TURN = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end_of_turn|>", "<end_of_turn>",
     "<turn|>", "<|end|>", "<|return|>", "<|call|>", "<|endofturn|>", "[|endofturn|]",
     "<|END_OF_TURN_TOKEN|>",
 )  # fmt: skip
-MOST_SHARED = 1 << 24  # ids that are numbered: more are holes
+MOST_SHARED = 1 << 24  # largest vocabulary whose ids are interned; beyond, most are holes
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint.
 
-    files: its small files; `read` gives None for one that is absent.
-    eos_ids: ids that end a turn, sorted: the union of what config.json, generation_config.json and
-    tokenizer_config.json name and of the end-of-turn markers in the chat template.
-    special_ids: ids of the tokens flagged special. special_tokens: bos_token, ... -> text.
-    templates: name -> Jinja source of the chat templates. bos_id: None where there is none.
-    Raises NoInputError where tokenizer.json is missing, DataError where a file is broken.
+    files: its small files; `read` gives None for one that is absent. eos_ids: ids that end a turn,
+    sorted: the union of those in config.json, generation_config.json and tokenizer_config.json and
+    of the end-of-turn markers in the chat template. special_ids: ids of the tokens flagged special.
+    special_tokens: bos_token, ... -> text. templates: name -> Jinja source of the chat templates.
+    bos_id: None if there is none. Raises NoInputError if tokenizer.json is missing, DataError if a
+    file is broken.
     """
 
     def __init__(self, files: SmallFiles):
@@ -53,12 +53,12 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Highest id + 1, added tokens included. Holes in the numbering count."""
+        """Highest id + 1, including added tokens and holes in the numbering."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def check_fits(self, vocab: int) -> None:
-        """Raises DataError where ordinary text could give ids that a model of `vocab` has not.
-        Added tokens beyond it are common, and do no harm until somebody uses one."""
+        """Raise DataError if ordinary text could give ids outside a model's `vocab`. Added tokens
+        beyond it are common, and harmless until used."""
         size = self._tokenizer.get_vocab_size(with_added_tokens=False)
         if size > vocab:
             raise DataError(
@@ -67,18 +67,18 @@ class Tokenizer:
             )
 
     def encode(self, text: str, add_special: bool, most: int | None = None) -> list[int]:
-        """Token ids of a text. The text of a special token becomes that token.
+        """Return the token ids of a text. The text of a special token becomes that token.
 
         add_special: let the tokenizer's post-processor add its BOS, EOS and the like. most: ids
-        that are of use: of a long text that has more, those of a beginning with more than so many.
-        Raises DataError for text that is not Unicode (lone surrogates), and for what the tokenizer
-        fails at or takes too long for.
+        that are useful: of a long text with more, only a beginning with more than that is
+        tokenised. Raises DataError for text that is not Unicode (lone surrogates), and if the
+        tokenizer fails or takes too long.
         """
         if len(text) <= pieces.PIECE:
             return self._encode(text, add_special, library.SECONDS)
         ids: list[int] = []
         numbers: Sequence[int] = range(self.vocab_size)
-        if len(numbers) <= MOST_SHARED:  # one object for each id, however many there are
+        if len(numbers) <= MOST_SHARED:  # one object per id, however often it occurs
             numbers = list(numbers)
         ends = time.monotonic() + library.SECONDS
 
@@ -97,12 +97,13 @@ class Tokenizer:
         return self._encode_all([text], add_special, seconds)[0]
 
     def _encode_all(self, texts: list[str], add_special: bool, seconds: float) -> list[list[int]]:
-        """The ids of each text, in one call: a call waits for a thread and for Python's lock."""
+        """Return the ids of each text, in one call: each call waits for a thread and for the
+        GIL."""
         if fault := self._post_processor_faults[add_special]:
             raise DataError(f"{self.name}: broken tokenizer.json: {fault}")
 
         def encode() -> list[list[int]]:
-            # Not `encode`: that keeps Python's lock, and counts characters that nobody asks for.
+            # Not `encode`: that holds the GIL, and computes unused offsets.
             found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special)
             return [one.ids for one in found]
 
@@ -118,11 +119,11 @@ class Tokenizer:
 
     @cached_property
     def _post_processor_faults(self) -> list[str | None]:
-        """Without and with special tokens."""
+        """Faults without and with special tokens."""
         return [library.post_processor_fault(self._tokenizer, special) for special in (False, True)]
 
     def _around(self, text: str) -> tuple[list[int], list[int]]:
-        """What the post-processor puts before and after a text."""
+        """Return what the post-processor puts before and after a text."""
         whole = self._encode(text, True, library.SECONDS)
         ids = self._encode(text, False, library.SECONDS)
         for start in range(len(whole) - len(ids) + 1):
@@ -132,14 +133,14 @@ class Tokenizer:
 
     @cached_property
     def reach(self) -> int | None:
-        """Characters of a text that a token stands for at most, None where nothing bounds them."""
+        """Most characters of a text that a token stands for, None if unbounded."""
         return library.reach(self._tokenizer)
 
     def encode_prompt(self, text: str, templated: bool, most: int | None = None) -> list[int]:
-        """Token ids of a prompt.
+        """Return the token ids of a prompt.
 
         templated: the chat template wrote it, so its BOS is there already and none is added.
-        Otherwise specials are added, but no second BOS where the text begins with one. most: as of
+        Otherwise specials are added, but no second BOS if the text begins with one. most: as in
         encode.
         """
         if templated:
@@ -152,11 +153,11 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD.
+        """Return the text of token ids; invalid UTF-8 becomes U+FFFD.
 
-        As `tokenizers` decodes, with one difference: where a byte-fallback run (<0xE2> ...) is
-        broken, only its broken bytes become U+FFFD, and not the sound characters before them.
-        Raises DataError for an id that is not in the vocabulary.
+        As `tokenizers` decodes, with one difference: in a broken byte-fallback run (<0xE2> ...),
+        only the broken bytes become U+FFFD, and not the valid characters before them. Raises
+        DataError for an id that is not in the vocabulary.
         """
         ids = list(ids)
         for token_id in ids:
@@ -169,21 +170,22 @@ class Tokenizer:
         return text
 
     def decode_as_library(self, ids: list[int], keep_special: bool = False) -> str:
-        """Text of token ids exactly as `tokenizers` decodes them."""
+        """Return the text of token ids exactly as `tokenizers` decodes them."""
         return library.call(
             f"cannot decode tokens of {self.name}",
             lambda: self._tokenizer.decode(ids, skip_special_tokens=not keep_special),
         )
 
     def token(self, token_id: int) -> str:
-        """A token as the vocabulary spells it. Raises DataError for an id that is not in it."""
+        """Return a token as the vocabulary spells it. Raises DataError for an id that is not in
+        it."""
         token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         if token is None:
             raise DataError(f"token {token_id} is not in the vocabulary of {self.name}")
         return token
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it, or None."""
+        """Return the id of a token as the vocabulary spells it, or None."""
         return self._tokenizer.token_to_id(token)
 
     @cached_property
@@ -193,7 +195,7 @@ class Tokenizer:
 
     @cached_property
     def decoder_json(self) -> str:
-        """The decoder section of tokenizer.json, "null" where there is none."""
+        """The decoder section of tokenizer.json, "null" if absent."""
         decoder = self._tokenizer.decoder
         return "null" if decoder is None else decoder.__getstate__().decode()
 
@@ -225,11 +227,11 @@ class Tokenizer:
 
 
 def _load(files: SmallFiles) -> Any:
-    """The `tokenizers.Tokenizer`. Raises as Tokenizer."""
+    """Load the `tokenizers.Tokenizer`. Raises as Tokenizer."""
     data = files.read("tokenizer.json")
     if data is None:
         hint = "the checkpoint needs the tokenizers-library format; convert it with transformers"
-        if "/" in files.name and not files.name.startswith("/"):  # it is the hub's, no path
+        if "/" in files.name and not files.name.startswith("/"):  # a hub id, not a path
             hint = f"toast-model pull {files.name} fetches it where the hub has one"
         raise NoInputError(f"{files.name}: no tokenizer.json", hint)
     try:
@@ -240,7 +242,7 @@ def _load(files: SmallFiles) -> Any:
 
 
 def _read_json(files: SmallFiles, name: str) -> dict:
-    """A JSON object, empty where the file is absent. Raises DataError where it is broken."""
+    """Read a JSON object, empty if the file is absent. Raises DataError if it is broken."""
     data = files.read(name)
     if data is None:
         return {}
@@ -254,8 +256,8 @@ def _read_json(files: SmallFiles, name: str) -> dict:
 
 
 def _special_tokens(settings: dict) -> dict[str, str]:
-    """bos_token, eos_token, ... -> text, for those that are set, with those of names of the
-    checkpoint's own, such as image_token, which templates may use as well."""
+    """Return bos_token, eos_token, ... -> text, for those that are set, including the checkpoint's
+    own, such as image_token, which templates may use too."""
     found = {}
     own = settings.get("extra_special_tokens")
     for name, token in {**settings, **(own if isinstance(own, dict) else {})}.items():
@@ -269,6 +271,6 @@ def _special_tokens(settings: dict) -> dict[str, str]:
 
 
 def _ids(value: Any) -> list[int]:
-    """A token id or a list of them, as a list; what is no id is left out."""
+    """Return a token id or a list of them as a list, without what is no id."""
     values = value if isinstance(value, list) else [value]
     return [i for i in values if type(i) is int and 0 <= i < 1 << 32]

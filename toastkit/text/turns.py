@@ -1,7 +1,7 @@
-"""A chat tokenised turn by turn: what was in an earlier prompt is not tokenised again.
+"""Tokenises a chat turn by turn: what was in an earlier prompt is not tokenised again.
 
-Special tokens are found in a text before anything else is done with it, and what lies between two
-of them is tokenised by itself. So a text may be cut where one begins, and the ids are the same.
+Special tokens are found in a text before anything else is done with it, and the text between two of
+them is tokenised by itself. So cutting a text where one begins gives the same ids.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from toastkit.text import library
 from toastkit.text.pieces import PIECE
 from toastkit.text.tokenizer import SmallFiles, Tokenizer
 
-LEAST = 1 << 10  # characters of a part: to tokenise fewer takes no longer than to look them up
-MOST = 1 << 22  # characters of all parts that are remembered
+LEAST = 1 << 10  # characters of a part: to tokenise fewer takes no longer than the lookup
+MOST = 1 << 22  # characters of all cached parts
 
 
 class TurnTokenizer(Tokenizer):
-    """A tokenizer that remembers the ids of long parts of the last texts, those but the last part,
-    which goes on in the next one. Several threads may use it at once. Raises as Tokenizer."""
+    """A tokenizer that caches the ids of long parts of recent texts, except the last part, which
+    continues in the next one. Thread-safe. Raises as Tokenizer."""
 
     def __init__(self, files: SmallFiles):
         super().__init__(files)
@@ -32,8 +32,8 @@ class TurnTokenizer(Tokenizer):
         self._lock = threading.Lock()
 
     def encode(self, text: str, add_special: bool, most: int | None = None) -> list[int]:
-        """As Tokenizer.encode."""
-        # What is put around a text is not of any part of it.
+        """Encode as Tokenizer.encode."""
+        # What is put around a text belongs to no part of it.
         starts = [0, *(() if add_special else self._cuts(text))]
         start = starts[-1]
         ids: list[int] = []
@@ -47,7 +47,7 @@ class TurnTokenizer(Tokenizer):
         return ids + rest if ids else rest
 
     def _cuts(self, text: str) -> Iterator[int]:
-        """Where the text may be cut into parts of LEAST characters or more, ascending."""
+        """Yield where the text may be cut into parts of at least LEAST characters, ascending."""
         if self._marks is None or len(text) < LEAST:
             return
         start = 0
@@ -58,13 +58,13 @@ class TurnTokenizer(Tokenizer):
 
     @cached_property
     def _begins(self) -> frozenset[str]:
-        """The tokens that take nothing of the blanks before them."""
+        """The tokens that do not absorb blanks before them."""
         return frozenset(token.content for token in self._added.values() if not token.lstrip)
 
     @cached_property
     def _marks(self) -> re.Pattern[str] | None:
-        """Finds the tokens that are found first, as the library does: from the left, the longest.
-        None where one of them depends on the words beside it."""
+        """Pattern of the tokens that are matched first, as the library does: from the left, the
+        longest. None if one of them depends on the words beside it."""
         first = [token for token in self._added.values() if not token.normalized and token.content]
         if not first or any(token.single_word for token in self._added.values()):
             return None
@@ -72,7 +72,7 @@ class TurnTokenizer(Tokenizer):
         return re.compile("|".join(map(re.escape, texts)))
 
     def _ids(self, parts: list[str]) -> Iterator[array]:
-        """The ids of each part; those that are not known yet are tokenised at once."""
+        """Return the ids of each part; uncached ones are tokenised in one call."""
         with self._lock:
             there = {part: self._known[part] for part in parts if part in self._known}
         new = [part for part in dict.fromkeys(parts) if part not in there]
@@ -87,7 +87,7 @@ class TurnTokenizer(Tokenizer):
         return map(there.__getitem__, parts)
 
     def _remember(self, part: str, ids: array) -> None:
-        """Notes a part as the last that was used. The longest unused are forgotten for it."""
+        """Cache a part as the most recently used, evicting the least recently used (LRU)."""
         if part not in self._known and len(part) <= MOST:
             self._known[part] = ids
             self._characters += len(part)
@@ -98,8 +98,8 @@ class TurnTokenizer(Tokenizer):
 
 
 def _grouped(parts: Iterable[str]) -> Iterator[list[str]]:
-    """Parts in their order, together no longer than the library is given at a time. One that is
-    longer is alone."""
+    """Group parts in order, up to the size that the library is given at a time. A longer one is
+    alone."""
     group: list[str] = []
     size = 0
     for part in parts:
