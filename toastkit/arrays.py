@@ -16,17 +16,18 @@ EXT_REFERENCE = 2
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint32": 4, "int32": 4, "uint8": 1}
 
 
-# A packer's memory is a megabyte: it is made once. Packing what is here runs no other Python.
+# A packer allocates a megabyte, so it is made once. Packing these values runs no other Python.
 _pack = msgpack.Packer().pack
 
 
 class Invalid(ValueError):
-    """A value that is not a frame's. The frame reader turns it into a FrameError with an offset."""
+    """A value that a frame cannot have. The frame reader turns it into a FrameError with an
+    offset."""
 
 
 class Record:
-    """What frames and their arrays are like: those with the same fields are equal. dataclass would
-    have it compiled for each kind, in each process: 3 ms of a start."""
+    """Base of frames and their arrays: equality and repr by fields. dataclass would compile these
+    for each kind, in each process: 3 ms of start-up."""
 
     __slots__ = ()
 
@@ -62,7 +63,7 @@ class Reference(Record):
 
 
 def pack_extension(value: Any) -> Any:
-    """The msgpack ext value of an array; TypeError for what has no place in a frame."""
+    """Return the msgpack ext value of an array; TypeError for what a frame cannot hold."""
     if type(value) is Reference:
         payload = _pack((value.slot, value.seq, value.dtype, value.shape))
         return msgpack.ExtType(EXT_REFERENCE, payload)
@@ -75,7 +76,7 @@ def pack_extension(value: Any) -> Any:
 
 
 def unpack_extension(code: int, payload: bytes) -> Any:
-    """Turns ext types 1 and 2 into arrays; other types are kept, to be passed on."""
+    """Turn ext types 1 and 2 into arrays; other types are kept, to be passed on."""
     if code == EXT_REFERENCE:
         return _reference(payload)
     if code != EXT_INLINE:
@@ -96,7 +97,8 @@ def unpack_extension(code: int, payload: bytes) -> Any:
 
 
 def _reference(payload: bytes) -> Reference:
-    """One a step: by unpackb, as to make an Unpacker takes longer than all the rest."""
+    """Unpack a reference, one per step: with unpackb, because making an Unpacker takes longer than
+    all the rest."""
     try:
         head = msgpack.unpackb(payload, use_list=False)
     except Exception as error:
@@ -111,7 +113,7 @@ def _reference(payload: bytes) -> Reference:
 
 
 def _array_bytes(dtype: Any, shape: Any) -> int:
-    """Bytes of an array; raises Invalid for an unknown dtype or an impossible shape."""
+    """Return the bytes of an array; raises Invalid for an unknown dtype or an impossible shape."""
     if type(dtype) is not str or dtype not in ITEM_BYTES:
         raise Invalid("an array of an unknown dtype")
     if type(shape) is not tuple or len(shape) > 8:

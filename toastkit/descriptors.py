@@ -1,4 +1,4 @@
-"""What is at the other end of a descriptor: what a filter must ask while it waits or computes."""
+"""Inspects the other end of a descriptor, for filters that wait or compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GONE = select.POLLERR | select.POLLHUP | select.POLLNVAL
 
 
 def is_pipe(descriptor: int) -> bool:
-    """Whether it is a pipe or a socket: something whose other end can go away."""
+    """True if it is a pipe or a socket, whose other end can go away."""
     try:
         mode = os.fstat(descriptor).st_mode
     except OSError:
@@ -22,14 +22,14 @@ def is_pipe(descriptor: int) -> bool:
 
 
 def reader_gone(descriptor: int = 1) -> bool:
-    """Whether a descriptor, by default stdout, is a pipe that nobody reads any more."""
+    """True if a descriptor, by default stdout, is a pipe without a reader."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(events & GONE for _, events in poll.poll(0))
 
 
 def unread_bytes(descriptor: int = 1) -> int:
-    """How many bytes wait in a pipe for its reader; 0 where that cannot be told."""
+    """Return how many bytes wait in a pipe for its reader; 0 if unknown."""
     try:
         return struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))[0]
     except OSError:

@@ -24,8 +24,8 @@ from contextlib import contextmanager
 class ToastError(Exception):
     """Base of all errors shown to a user.
 
-    message: one line. hint: one line on what to do about it, or None.
-    stage: the command in which it happened, or None while that is still this process.
+    message: one line. hint: one line on what to do about it, or None. stage: the command in which
+    it happened, None for this process.
     """
 
     code = 70
@@ -75,7 +75,7 @@ class BusyError(ToastError):
 
 
 class Interrupted(ToastError):
-    """Raised by nobody here: what another process says of itself becomes an error by its code."""
+    """Never raised here: an exit code reported by another process becomes this error."""
 
     code = 130
 
@@ -84,9 +84,9 @@ class Interrupted(ToastError):
 
 
 class RemoteError(ToastError):
-    """An error frame that came down the pipe: it has been told already where it happened.
+    """An error frame that came down the pipe; its origin has reported it already.
 
-    code: the exit code the origin ended with. stage: the command in which it happened.
+    code: the exit code of the origin. stage: the command in which it happened.
     """
 
     def __init__(self, code: int, stage: str, message: str, hint: str | None = None):
@@ -100,13 +100,13 @@ class Misplaced(OSError):
 
 
 class SecondName(Misplaced):
-    """A file of ours that is to be written has a second name, whose owner would lose what it
-    was."""
+    """A file of ours to be written has a second name (a hard link), whose owner would lose its
+    content."""
 
 
 def as_toast_error(error: BaseException) -> ToastError:
-    """What is told of a failure: that of a ToastError, of any other that it is a bug, but where the
-    system has no more memory, or no more threads for this user, as Python says it."""
+    """Return the error to report for a failure: a ToastError itself; IOFailure if the system has no
+    more memory, or no more threads for this user, as Python reports it; anything else as a bug."""
     if isinstance(error, ToastError):
         return error
     if isinstance(error, MemoryError):
@@ -119,9 +119,9 @@ def as_toast_error(error: BaseException) -> ToastError:
 def did_you_mean(
     name: str, known: Iterable[str], otherwise: str | None = None, cutoff: float = 0.6
 ) -> str | None:
-    """A hint at the one of the known names that was perhaps meant, else `otherwise`.
+    """Return a hint at the known name that was perhaps meant, else `otherwise`.
 
-    cutoff: how alike they have to be, from 0 to 1.
+    cutoff: required similarity, from 0 to 1.
     """
     from difflib import get_close_matches
 
@@ -130,14 +130,15 @@ def did_you_mean(
 
 
 def check_choice(what: str, value: str, known: Iterable[str]) -> None:
-    """Raises UsageError for a value that is none of those known. what: "gear scope", say."""
+    """Raise UsageError for an unknown value. what: e.g. "gear scope"."""
     if value not in known:
         raise UsageError(f"no such {what}: {value[:40]} ({', '.join(known)})")
 
 
 def from_os_error(error: OSError, doing: str, creating: bool = False) -> ToastError:
-    """The ToastError for an OSError. doing: what failed, e.g. "cannot read x". creating: something
-    was to be made or written, so that what is missing or forbidden is an output, not an input."""
+    """Return the ToastError for an OSError. doing: what failed, e.g. "cannot read x". creating:
+    something was to be created or written, so that what is missing or forbidden is an output, not
+    an input."""
     import errno
 
     if isinstance(error, Misplaced):
@@ -156,7 +157,7 @@ def from_os_error(error: OSError, doing: str, creating: bool = False) -> ToastEr
 
 @contextmanager
 def reported_as(doing: str, creating: bool = False) -> Iterator[None]:
-    """Raises what from_os_error gives in place of an OSError from inside."""
+    """Convert an OSError from inside as from_os_error does, and raise that."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
 """THE frame schema: what travels on a pipe, its reader and its writer. See toast-frames(5).
 
 A stream is msgpack maps, one after another; field `k` names the kind. Known kinds become the
-dataclasses below, unknown kinds become `Unknown`; fields that a kind does not know are kept in
-`extra` and written again, so that a newer stage can talk past an older one.
+dataclasses below, unknown kinds become `Unknown`; unknown fields of a kind are kept in `extra` and
+written again, so that newer stages can communicate through an older one.
 
     head -> tokens ... -> prefilled -> (logits -> token -> text)* -> end        (stats, error)
 
@@ -147,7 +147,7 @@ class End(Record):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Unknown(Record):
-    """A kind of a newer schema, passed on as it came."""
+    """A kind of a newer schema, passed on unchanged."""
 
     k: str
     extra: dict = field(default_factory=dict)
@@ -162,7 +162,7 @@ KINDS: dict[str, type] = {
 NAMES = {cls: name for name, cls in KINDS.items()}
 
 GEARS, IDS, COUNTS = ("low", "mid", "high"), range(2**32), range(2**53)
-VALUES: dict[str, dict[str, Container]] = {  # of fields that not every value of their type is for
+VALUES: dict[str, dict[str, Container]] = {  # of fields restricted beyond their type
     "head": {"v": range(1, SCHEMA_VERSION + 1), "vocab": range(1, MAX_VOCAB)},
     "prefilled": {"n_past": COUNTS, "n_new": COUNTS, "n_cached": COUNTS},
     "logits": {"pos": COUNTS, "gear": GEARS, "expected": GEARS},
@@ -173,7 +173,7 @@ VALUES: dict[str, dict[str, Container]] = {  # of fields that not every value of
 
 
 def _types(hint: Any) -> tuple[type, ...]:
-    """The types that a field's value may have on the wire, from the annotation of the field."""
+    """Return the types that a field's value may have on the wire, from its annotation."""
     if hint is Any:
         return (Array, Reference, int, float, type(None))
     if get_origin(hint) is UnionType:
@@ -183,8 +183,8 @@ def _types(hint: Any) -> tuple[type, ...]:
 
 @cache
 def _fields(kind: str) -> tuple[dict[str, tuple[type, ...]], frozenset[str]]:
-    """The types of each field of a kind, and the names of those that a frame cannot do without;
-    found when the first of its kind is met, for no process meets all."""
+    """Return the types of each field of a kind, and the names of its required fields; computed when
+    a kind is first used, because no process uses all."""
     cls: Any = KINDS[kind]
     types = {n: _types(t) for n, t in get_type_hints(cls).items() if n != "extra"}
     needed = frozenset(
@@ -196,7 +196,7 @@ def _fields(kind: str) -> tuple[dict[str, tuple[type, ...]], frozenset[str]]:
 
 
 def from_map(fields: dict) -> Frame:
-    """The frame for one decoded map; raises Invalid with one line that names the field."""
+    """Return the frame for one decoded map; raises Invalid with one line that names the field."""
     kind = fields.pop("k", None)
     if type(kind) is not str:
         raise Invalid("a frame without a kind (field k)")
@@ -222,7 +222,7 @@ def from_map(fields: dict) -> Frame:
 
 
 def to_map(frame: Frame) -> dict:
-    """The map for a frame: `k` first, fields that are None left out, unknown fields last."""
+    """Return the map for a frame: `k` first, fields that are None left out, unknown fields last."""
     if type(frame) is Unknown:
         return {"k": frame.k, **frame.extra}
     kind = NAMES[type(frame)]
@@ -241,7 +241,7 @@ def _describe(value: Any) -> str:
 
 
 def _check_values(kind: str, frame: Any) -> None:
-    """What a type alone does not say."""
+    """Check what a type alone does not express."""
     for name, valid in VALUES.get(kind, {}).items():
         value = getattr(frame, name)
         if value not in valid and value is not None:
@@ -274,9 +274,9 @@ def _is_id(value: Any) -> bool:
 class FrameReader:
     """Iterates over the frames of a binary stream.
 
-    source: a binary file object, or anything with a `read1(size)` or `read(size)` like one's.
-    Raises FrameError, which names the frame's number and byte offset, at the first broken frame.
-    A stream that ends between two frames simply ends.
+    source: a binary file object, or anything with a file's `read1(size)` or `read(size)`. Raises
+    FrameError, which names the frame's number and byte offset, at the first broken frame. A stream
+    that ends between two frames simply ends.
     """
 
     def __init__(self, source: BinaryIO | Any, max_frame_bytes: int = MAX_FRAME_BYTES):
@@ -325,7 +325,7 @@ class FrameReader:
         return frame
 
     def _feed(self) -> None:
-        """Reads more bytes; raises StopIteration at a clean end, FrameError at a torn one."""
+        """Read more bytes; raises StopIteration at a clean end, FrameError inside a frame."""
         begun = self._fed - self.offset
         if begun > self._max:
             raise self._error(f"larger than {self._max} bytes")
@@ -367,23 +367,23 @@ class FrameWriter:
 
     def write(self, frame: Frame) -> None:
         data = self._pack(to_map(frame))
-        while data:  # an unbuffered sink may take a part of it
+        while data:  # an unbuffered sink may write partially
             data = data[self._sink.write(data) :]
         self._sink.flush()
 
 
 def dumps(frame: Frame) -> bytes:
-    """One frame as bytes."""
+    """Return one frame as bytes."""
     return msgpack.packb(to_map(frame), default=pack_extension, use_bin_type=True)
 
 
 def starts_frames(first: bytes) -> bool:
-    """Whether a stream that begins with this byte is frames: no UTF-8 text begins so."""
+    """True if a stream that begins with this byte is frames: no UTF-8 text begins with it."""
     return first[:1] != b"" and (0x80 <= first[0] <= 0x8F or first[0] in (0xDE, 0xDF))
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Token ids as little-endian uint32. Raises OverflowError outside 0 .. 2**32 - 1."""
+    """Pack token ids as little-endian uint32. Raises OverflowError outside 0 .. 2**32 - 1."""
     values = array("I", ids)
     if sys.byteorder == "big":
         values.byteswap()
@@ -391,7 +391,7 @@ def pack_ids(ids: Iterable[int]) -> bytes:
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """The inverse of pack_ids."""
+    """Unpack the result of pack_ids."""
     values = array("I")
     values.frombytes(data)
     if sys.byteorder == "big":

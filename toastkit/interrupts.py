@@ -1,5 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: whether a person asked to stop. SIGUSR1: memory is wanted elsewhere.
-Cheap to import."""
+"""Signals: Ctrl-C, SIGTERM and SIGHUP ask to stop, SIGUSR1 warns of low memory. Cheap to import."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from types import FrameType
 
 
 class Interrupt:
-    """Whether a person asked to stop. `signal` is the number of the signal, 0 for none.
+    """Whether a signal asked to stop. `signal` is its number, 0 for none.
 
-    A stage that can stop tidily looks at it between two steps; `fileno` is readable once it is set,
+    A stage that can stop cleanly checks it between steps; `fileno` becomes readable once it is set,
     for a stage that waits in poll(2).
     """
 
@@ -23,18 +22,18 @@ class Interrupt:
 
     @property
     def code(self) -> int:
-        """The exit code that the noted signal gives, 0 where there was none."""
+        """The exit code for the noted signal, 0 for none."""
         return 128 + self.signal if self.signal else 0
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable on a signal; -1 where there is none."""
+        """A descriptor that becomes readable on a signal; -1 if there is none."""
         return -1
 
 
 class Signals(Interrupt):
-    """Until `patient` is set a signal ends what is being done at once: Ctrl-C as KeyboardInterrupt,
-    the others as SystemExit. After it the first one is only noted, so that a run can be committed
-    or an answer's beginning be kept; the second one ends the process."""
+    """Signal handlers. Until `patient` is set a signal ends the current work at once: Ctrl-C as
+    KeyboardInterrupt, the others as SystemExit. After that the first one is only noted, so that a
+    run can be committed or a partial answer kept; the second one ends the process."""
 
     def __init__(self) -> None:
         self.patient = False
@@ -61,8 +60,8 @@ class Signals(Interrupt):
         return self._read
 
     def on_memory_warning(self, warn: Callable[[], None] | None = None) -> None:
-        """SIGUSR1 calls this from now on, and does not end the process any more. warn: does
-        nothing that a signal handler must not; without one the signal is noted for the next."""
+        """Call `warn` on SIGUSR1 from now on, which then does not end the process. warn: must be
+        safe in a signal handler; without one the signal is noted for the next `warn`."""
         self._warn = warn
         if warn is not None and self._warned:
             self._warned = False
@@ -77,7 +76,7 @@ class Signals(Interrupt):
             self._warn()
 
     def forget(self) -> None:
-        """The next signal is the first one again."""
+        """Forget the noted signal: the next one is the first again."""
         self.signal = 0
         try:
             os.read(self._read, 16)

@@ -1,7 +1,7 @@
-"""What is asked of a frame as msgpack: not too many values, not too deep, names that are text.
+"""Limits of a frame as msgpack: not too many values, not too deep, field names that are text.
 
-msgpack's own limits are for each list by itself: a few megabytes of lists in lists become gigabytes
-of Python objects. So values are counted before they are made, by headers alone.
+msgpack's own limits are per list: a few megabytes of nested lists become gigabytes of Python
+objects. So values are counted before they are created, from headers alone.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from toastkit.arrays import Invalid
 
 
 def _table() -> list[tuple[int, int, int]]:
-    """For each first byte of a value: the bytes of the length that follows it, values in it (for
-    each unit of that length, where there is one), and bytes in it besides."""
+    """Return, for each first byte of a value: the bytes of the length field after it, the values in
+    it (per unit of that length, if there is one), and the bytes in it besides."""
     table = [(0, 0, 0)] * 256
     for n in range(16):
         table[0x80 + n], table[0x90 + n] = (0, 2 * n, 0), (0, n, 0)
@@ -36,8 +36,8 @@ _TABLE = _table()
 
 
 class Outline:
-    """Counts the values of frames that come in several pieces; what comes in one is small.
-    limit: values that may be in a frame, at all depths."""
+    """Counts the values of frames that arrive in several pieces; a frame within one piece is small.
+    limit: values that a frame may have, at all depths."""
 
     def __init__(self, limit: int):
         self._limit = limit
@@ -46,18 +46,18 @@ class Outline:
         self.begin()
 
     def begin(self) -> None:
-        """A frame has come to its end."""
+        """Begin a new frame."""
         if not self._follows:
             return
         self._follows = False
         self._announced = 0
-        self._open = 1  # values that are still to come
-        self._skip = 0  # bytes that are still to come of the last one
+        self._open = 1  # values still to come
+        self._skip = 0  # bytes still to come of the last one
         self._cut = b""  # the beginning of a header
 
     def add(self, begun: int, data: bytes) -> None:
-        """Takes the next piece of the stream. begun: the bytes of the frame that have come before.
-        Raises Invalid as soon as more values are announced than may be."""
+        """Count the next piece of the stream. begun: bytes of the frame that came before. Raises
+        Invalid as soon as too many values are announced."""
         if begun:
             if not self._follows:
                 self._read(self._last[-begun:])
@@ -66,7 +66,7 @@ class Outline:
         self._last = data
 
     def _read(self, data: bytes) -> None:
-        """What lies behind the frame is left alone."""
+        """Count the values in a piece, up to the end of the frame."""
         data = self._cut + data
         self._cut = b""
         at, end, pending = self._skip, len(data), self._open
@@ -94,7 +94,7 @@ class Outline:
 
 
 def check_nesting(value: Any, levels: int) -> None:
-    """Raises Invalid for more than so many levels, or a map with a key that is no text."""
+    """Raise Invalid for more than so many levels, or a map with a key that is not text."""
     if type(value) is dict:
         for key in value:
             if type(key) is not str:

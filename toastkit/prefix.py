@@ -1,4 +1,4 @@
-"""How far two sequences begin alike: texts, lists of tokens, arrays of them."""
+"""The common prefix of two sequences: texts, lists of tokens, arrays."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def common_prefix(a: Any, b: Any) -> int:
-    """Length of the longest common beginning of two sequences: str, list, array. By halves,
+    """Return the length of the longest common prefix of two sequences: str, list, array. Bisects,
     because slices compare fast."""
     if type(a) is not type(b):
         a, b = list(a), list(b)
     low, high = 0, min(len(a), len(b))
-    middle = high  # often one is the beginning of the other
+    middle = high  # often one is a prefix of the other
     while low < high:
         if a[low:middle] == b[low:middle]:
             low = middle

@@ -1,11 +1,11 @@
-"""Files and directories of this user's alone: opened, replaced, read and written whole.
+"""Files and directories private to this user: opened, replaced, read and written whole.
 
-A directory may come from anywhere, such as an archive. So what is opened by its name here is what
-it should be, a regular file of this user's, or Misplaced is raised: nothing is followed, waited
-for or written to that somebody put in its place.
+A directory may come from anywhere, such as an archive. So what is opened by name here must be a
+regular file of this user's, or Misplaced is raised: nothing that somebody planted in its place is
+followed, waited for or written to.
 
-Data is written with pwrite and never through a memory map: a full disk is then ENOSPC from
-the call that hit it, where a map would be killed by SIGBUS.
+Data is written with pwrite and never through a memory map: a full disk is then ENOSPC from the call
+that hit it, where a map would be killed by SIGBUS.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _KINDS = {
 def open_private(
     path: Path | str, flags: int, at: int | None = None, kind: int = stat.S_IFREG
 ) -> int:
-    """A descriptor of a file of this user's; one that is created gets mode 0600.
+    """Open a file of this user's; return its descriptor. A file that is created gets mode 0600.
 
-    at: the descriptor of the directory that a relative path lies in. kind: what it has to be, as in
+    at: the descriptor of the directory that a relative path is in. kind: required file type, as in
     st_mode. Raises OSError, Misplaced for anything else: a symbolic link, another user's file, or
     one that is to be written and has a second name (a hard link).
     """
-    # O_NONBLOCK: a FIFO would wait for its other end.
+    # O_NONBLOCK: opening a FIFO would wait for its other end.
     safe = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     try:
         fd = os.open(path, flags | safe, 0o600, dir_fd=at)
@@ -59,7 +59,7 @@ def open_private(
 
 
 def _check(path: Path | str, about: os.stat_result, kind: int, flags: int) -> None:
-    """Raises Misplaced for a file that is not of this kind, and this user's."""
+    """Raise Misplaced for a file that is not of this kind, or not this user's."""
     found = stat.S_IFMT(about.st_mode)
     problem, error = "", Misplaced
     if found != kind:
@@ -74,15 +74,15 @@ def _check(path: Path | str, about: os.stat_result, kind: int, flags: int) -> No
 
 
 def open_directory(path: Path | str, follow: bool = False) -> int:
-    """A descriptor of a directory of this user's. follow: it was named by the user, who may name a
-    link, and another's. Raises OSError, Misplaced."""
+    """Open a directory of this user's; return its descriptor. follow: the user named it, so it may
+    be a link, or another user's. Raises OSError, Misplaced."""
     if follow:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     return open_private(path, os.O_RDONLY | os.O_DIRECTORY, kind=stat.S_IFDIR)
 
 
 def pwrite_all(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Writes all of `data` at a byte offset. Raises OSError."""
+    """Write all of `data` at a byte offset. Raises OSError."""
     view = memoryview(data)
     while view.nbytes:
         written = os.pwrite(fd, view, offset)
@@ -91,8 +91,8 @@ def pwrite_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def copy_range(source: int, first: int, fd: int, offset: int, count: int) -> None:
-    """Copies bytes from one file to another without reading them here; where a file system can
-    (btrfs, xfs), both have them from then on. Raises OSError, also where the system cannot."""
+    """Copy bytes between files inside the kernel; file systems that can (btrfs, xfs) share them.
+    Raises OSError, also if the system cannot."""
     if not hasattr(os, "copy_file_range"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     while count:
@@ -103,7 +103,7 @@ def copy_range(source: int, first: int, fd: int, offset: int, count: int) -> Non
 
 
 def pread_into(fd: int, buffer: memoryview, offset: int) -> bool:
-    """Fills the buffer from a byte offset. Returns False if the file ends before that."""
+    """Fill the buffer from a byte offset. Returns False if the file ends before that."""
     while buffer.nbytes:
         count = os.preadv(fd, [buffer], offset)
         if not count:
@@ -114,21 +114,21 @@ def pread_into(fd: int, buffer: memoryview, offset: int) -> bool:
 
 
 def read_file(path: Path | str, max_bytes: int, at: int | None = None) -> bytes:
-    """The bytes of a file of this user's, one more than max_bytes at most. at: as of open_private.
+    """Read a file of this user's, at most one byte more than max_bytes. at: as in open_private.
     Raises OSError, Misplaced."""
     with open(open_private(path, os.O_RDONLY, at), "rb") as file:
-        # Asked for no more than there is: a buffer of the most takes longer than most files.
+        # Request no more than there is: allocating max_bytes takes longer than reading most files.
         return file.read(min(os.fstat(file.fileno()).st_size, max_bytes) + 1)
 
 
 def replace_file(
     path: Path | str, data: bytes, sync: bool, contended: bool = False, at: int | None = None
 ) -> None:
-    """Puts `data` in the place of a file in one step: write beside it, sync, rename.
-    The directory is not synced. contended: several processes may do so at once. at: as of
-    open_private. Raises OSError, with the file as it was."""
+    """Replace a file by `data` atomically: write a temporary file beside it, sync, rename. The
+    directory is not synced. contended: several processes may do so at once. at: as in open_private.
+    Raises OSError, with the file unchanged."""
     temporary = f"{path}.{os.getpid()}.tmp" if contended else f"{path}.tmp"
-    _remove(temporary, at)  # what a killed process left, or what was planted
+    _remove(temporary, at)  # left by a killed process, or planted
     try:
         fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, at)
         try:
@@ -154,8 +154,8 @@ def _remove(path: Path | str, at: int | None) -> None:
 
 
 def try_lock(fd: int) -> bool:
-    """Takes the lock (flock, exclusive) of an open file, without waiting; False where another
-    holds it. Raises OSError."""
+    """Take the lock (flock, exclusive) of an open file, without waiting; False if another holds it.
+    Raises OSError."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -164,9 +164,9 @@ def try_lock(fd: int) -> bool:
 
 
 def lock_file(path: Path | str) -> int | None:
-    """A descriptor that holds the lock of a file, which is made where there is none; None where
-    another process holds it. A lock on a file that was removed meanwhile is no lock: the next who
-    comes would make a new file and lock that. Raises OSError, Misplaced."""
+    """Lock a file, created if absent, and return its descriptor; None if another process holds the
+    lock. A lock on a file that was removed meanwhile is no lock: the next process would create a
+    new file and lock that. Raises OSError, Misplaced."""
     while True:
         fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -184,9 +184,9 @@ def lock_file(path: Path | str) -> int | None:
 
 
 def hold_bytes(fd: int, first: int, count: int) -> None:
-    """Asks every writer to leave bytes of a file as they are, for as long as this opening of it
-    lasts, here or in a process that has inherited it. Raises OSError where the system has no such
-    locks (Linux has)."""
+    """Hold a read lock on bytes of a file, which asks writers not to change them, for as long as
+    this open file description lasts, here or in a process that inherited it. Raises OSError if the
+    system has no such locks (Linux has)."""
     setting = getattr(fcntl, "F_OFD_SETLK", None)
     if setting is None or sys.platform != "linux":
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
@@ -194,8 +194,8 @@ def hold_bytes(fd: int, first: int, count: int) -> None:
 
 
 def held_until(fd: int, first: int, count: int) -> int | None:
-    """The byte after some of these bytes that another opening of the file holds; None where there
-    are none. Raises OSError where somebody holds all that is to come, which nobody here does."""
+    """Return the end of a range among these bytes that another open file description holds; None if
+    there is none. Raises OSError if it extends to infinity, which none of ours does."""
     if sys.platform != "linux" or not count:
         return None
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
@@ -212,19 +212,19 @@ def held_until(fd: int, first: int, count: int) -> int | None:
 
 
 class Descriptor:
-    """Holds a descriptor, _fd, until it is closed."""
+    """Owns a descriptor, _fd, until it is closed."""
 
     _fd: int
 
     def close(self) -> None:
-        """Lets it go. May be called again."""
+        """Close it. May be called again."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
 
 def sync_directory(path: Path) -> None:
-    """Makes renames in a directory durable. Raises OSError."""
+    """Make renames in a directory durable. Raises OSError."""
     fd = open_directory(path, follow=True)
     try:
         os.fsync(fd)
@@ -233,7 +233,7 @@ def sync_directory(path: Path) -> None:
 
 
 def make_private_directories(path: str | os.PathLike[str]) -> None:
-    """Creates the directory and its missing parents, all with mode 0700. Raises OSError."""
+    """Create the directory and its missing parents, all with mode 0700. Raises OSError."""
     missing = []
     current = os.fspath(path)
     while current and not os.path.isdir(current):
@@ -248,16 +248,16 @@ def make_private_directories(path: str | os.PathLike[str]) -> None:
 
 
 def keep_text(path: Path, text: str, what: str) -> None:
-    """Puts a file of ASCII text, named `what` in errors, in the place of what was there, and makes
-    its directories. Raises CannotCreateError, IOFailure; what was there is then as it was."""
+    """Save ASCII text, named `what` in errors, replacing the file, and create its directories.
+    Raises CannotCreateError, IOFailure; the old file is then unchanged."""
     with reported_as(f"cannot save {what} in {path}", creating=True):
         make_private_directories(path.parent)
         replace_file(path, text.encode("ascii"), sync=True, contended=True)
 
 
 def not_private(directory: str) -> str | None:
-    """Why others could put something of theirs there: it is no real directory, not ours, or its
-    mode is not 0700. None where none of that is so. Raises OSError where nothing is there."""
+    """Return why others could put something in a directory: it is not a real directory, not ours,
+    or its mode is not 0700. None if it is private. Raises OSError if nothing is there."""
     info = os.lstat(directory)
     if not stat.S_ISDIR(info.st_mode):
         return f"is {_KINDS.get(stat.S_IFMT(info.st_mode), 'no file')}, not a directory"
@@ -269,8 +269,8 @@ def not_private(directory: str) -> str | None:
 
 
 class DataFiles:
-    """The files of one directory, each of the data files opened at its first use, as is the
-    directory. writes: they are opened for writing too, and created."""
+    """The files of one directory; the directory and each data file are opened on first use. writes:
+    open data files for writing too, and create them."""
 
     def __init__(self, directory: Path, writes: bool):
         self._directory = directory
@@ -287,14 +287,14 @@ class DataFiles:
         return self._fds[""]
 
     def fd(self, name: str) -> int:
-        """The descriptor of a file. Raises OSError, Misplaced."""
+        """Return the descriptor of a file. Raises OSError, Misplaced."""
         if name not in self._fds:
             self._fds[name] = open_private(name, self._flags, self.at)
         return self._fds[name]
 
     def again(self, name: str) -> int:
-        """A new opening, to read, of a file that was opened by `fd`; the caller's to close. Raises
-        OSError where another has its name by now."""
+        """Open a file that was opened by `fd` once more, to read; the caller closes it. Raises
+        OSError if another file has its name by now."""
         fd = open_private(name, os.O_RDONLY, self.at)
         if not os.path.samestat(os.fstat(fd), os.fstat(self.fd(name))):
             os.close(fd)
@@ -302,7 +302,7 @@ class DataFiles:
         return fd
 
     def size(self, name: str) -> int:
-        """Bytes; 0 for a file that is not there. Raises OSError, Misplaced."""
+        """Return the size in bytes; 0 for a missing file. Raises OSError, Misplaced."""
         try:
             about = os.stat(name, dir_fd=self.at, follow_symlinks=False)
         except FileNotFoundError:
@@ -311,42 +311,42 @@ class DataFiles:
         return about.st_size
 
     def whole(self, name: str, max_bytes: int) -> bytes:
-        """All bytes of a file that commits replace, as of read_file."""
+        """Read all of a file that commits replace, as read_file."""
         return read_file(name, max_bytes, self.at)
 
     def replace(self, name: str, data: bytes, sync: bool) -> None:
-        """Puts a file in place, as of replace_file."""
+        """Replace a file, as replace_file."""
         replace_file(name, data, sync, at=self.at)
 
     def sync_directory(self) -> None:
-        """Makes renames in the directory durable. Raises OSError."""
+        """Make renames in the directory durable. Raises OSError."""
         os.fsync(self.at)
 
     def read(self, name: str, buffer: memoryview, offset: int) -> bool:
-        """Fills the buffer from a byte offset; False if the file ends before. Raises OSError."""
+        """Fill the buffer from a byte offset; False if the file ends before. Raises OSError."""
         return not buffer.nbytes or pread_into(self.fd(name), buffer, offset)
 
     def sync_ahead(self, name: str) -> None:
-        """Begins to make durable what was written to a file, unless it is still at it from the last
-        time. `sync` has the less to wait for, and says if this failed."""
+        """Start to sync a file in the background, unless the last such sync is still running.
+        `sync` then has less to wait for, and reports a failure."""
         if self._ahead is None or not self._ahead.is_alive():
             from threading import Thread
 
             thread = Thread(target=self._sync_one, args=(self.fd(name),), daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # there are no more of this user: `sync` does it all
+            except RuntimeError:  # thread limit reached: `sync` does it all
                 return
             self._ahead = thread
 
     def _sync_one(self, fd: int) -> None:
         try:
             os.fsync(fd)
-        except OSError as error:  # which the system tells once
+        except OSError as error:  # the system reports it only once
             self._failed = error
 
     def sync(self) -> None:
-        """Makes durable what was written to any of them. Raises OSError."""
+        """Make durable what was written to any of them. Raises OSError."""
         if self._ahead is not None:
             self._ahead.join()
         if (failed := self._failed) is not None:

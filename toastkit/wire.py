@@ -1,8 +1,8 @@
-"""A Unix socket between a client and the daemon: who is at the other end, and lines of JSON.
+"""A Unix socket between a client and the daemon: peer credentials, and lines of JSON.
 
-Who it is the kernel says, and cannot be lied to. Linux has SO_PEERCRED; macOS LOCAL_PEERCRED and
-LOCAL_PEERPID, written after its headers and not yet run there. Elsewhere nothing is known, and the
-modes of socket and directory have to do.
+Peer credentials come from the kernel and cannot be forged. Linux has SO_PEERCRED; macOS
+LOCAL_PEERCRED and LOCAL_PEERPID, written from its headers and not yet run there. Elsewhere they are
+unknown, and the modes of socket and directory have to suffice.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SOL_LOCAL, _LOCAL_PEERCRED, _LOCAL_PEERPID = 0, 1, 2
 
 
 class Peer(NamedTuple):
-    """uid: the user who connected. pid: the process that did, 0 where that is not known."""
+    """uid: the user who connected. pid: the process that did, 0 if unknown."""
 
     uid: int
     pid: int
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """The other end of a connected Unix socket. Raises OSError where it has gone already."""
+    """Return the peer of a connected Unix socket. Raises OSError if it has gone already."""
     if hasattr(socket, "SO_PEERCRED"):
         data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         pid, uid, _ = _UCRED.unpack(data)
@@ -50,14 +50,14 @@ def peer_of(connection: socket.socket) -> Peer:
 
 
 def may_connect(peer: Peer) -> bool:
-    """The daemon is one user's: it serves that user, and root."""
+    """True for the daemon's own user and root, whom alone it serves."""
     return peer.uid in (os.geteuid(), 0)
 
 
 def connect(path: str, own: bool = False) -> socket.socket | None:
-    """A connected socket, None where nobody listens. Raises UnavailableError where somebody does
-    who cannot be reached, or is neither this user nor root: he would read what is asked. Root asks
-    anybody, but for own."""
+    """Return a connected socket, None if nobody listens. Raises UnavailableError if the listener
+    cannot be reached, or is neither this user nor root and so could read the requests. Root may
+    connect to anybody, except with `own`."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(path)
@@ -80,13 +80,13 @@ def connect(path: str, own: bool = False) -> socket.socket | None:
 
 
 class Wire:
-    """Requests to the daemon at `path` and its replies, over a connected socket, without ever
-    waiting where a signal would not help.
+    """Requests to the daemon at `path` and its replies, over a connected socket, never blocking
+    where a signal would not help.
 
-    interrupts: where given, a signal ends the replies. watch: a pipe or a socket, such as stdout;
-    once nobody reads there any more, waiting ends with BrokenPipeError. deadline: of
-    time.monotonic; past it, waiting ends with TimeoutError. refusal: raised for what is no reply.
-    over: nothing comes any more.
+    interrupts: if given, a signal ends the replies. watch: a pipe or a socket, such as stdout; once
+    it has no reader, waiting ends with BrokenPipeError. deadline: of time.monotonic; past it,
+    waiting ends with TimeoutError. refusal: raised for what is no reply. over: the connection has
+    ended.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class Wire:
         self.over = False
 
     def send(self, request: dict[str, Any], fd: int | None = None) -> None:
-        """Sends a request, or as much as the other end takes before it closes: what it had to say
-        about the rest can still be read. fd: a descriptor that goes along. Raises DataError for
-        text that is not UTF-8, as an argument may be."""
+        """Send a request, or as much as the peer takes before it closes: its reply can still be
+        read. fd: a descriptor to pass with it. Raises DataError for text that is not UTF-8, as an
+        argument may be."""
         try:
             line = json.dumps(request, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         except UnicodeEncodeError as error:
@@ -135,24 +135,24 @@ class Wire:
                 return
 
     def reply(self) -> dict[str, Any] | None:
-        """The next reply; None at the end, or after a signal. Nothing comes after a refusal."""
+        """Return the next reply; None at the end, or after a signal. Nothing follows a refusal."""
         line = self._line()
         if line is None:
             return None
         try:
             reply = json.loads(line)
-        except (ValueError, RecursionError):  # not UTF-8 is a ValueError too
+        except (ValueError, RecursionError):  # invalid UTF-8 is a ValueError too
             reply = None
         return reply if isinstance(reply, dict) else self.refuse()
 
     def refuse(self) -> NoReturn:
-        """Raises the error for a reply that is none."""
+        """Raise the error for what is no reply."""
         self.over = True
         self._buffer.clear()
         raise self._refusal(f"what {self.name} sent is not a reply", hint="is it toasted?")
 
     def close(self) -> None:
-        """Ends the connection, and with it whatever the daemon was doing for it."""
+        """Close the connection, which ends whatever the daemon was doing for it."""
         self._socket.close()
 
     def _line(self) -> bytes | None:
@@ -182,7 +182,7 @@ class Wire:
         return False
 
     def _wait(self, events: int) -> bool:
-        """Until the socket is ready for `events`; False if a signal came first."""
+        """Wait until the socket is ready for `events`; False if a signal came first."""
         self._poll.register(self._socket, events)
         while True:
             left = None if self._deadline is None else self._deadline - time.monotonic()
@@ -198,7 +198,7 @@ class Wire:
 
 
 def remote_error(error: Any) -> ToastError:
-    """The ToastError for what an `error` reply holds: its code, message and hint."""
+    """Return the ToastError for an `error` reply: its code, message and hint."""
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
         return ToastError("the daemon failed without saying why")
     code, hint = error.get("code"), error.get("hint")
