@@ -58,7 +58,7 @@ class Batch:
         """Remove states, giving them their own caches back."""
         for state in states:
             row = self.members.index(state)
-            state.cache = self._engine.counted(_extracted(x, row) for x in self.caches)
+            state.cache = self._engine.counted(_extract_row(x, row) for x in self.caches)
             mx.eval(arrays_in(state.cache))
         rest = [i for i, member in enumerate(self.members) if member not in states]
         if rest:
@@ -103,9 +103,9 @@ class Batch:
                     for row, own in zip(unsure, self.run_again(ids, before, unsure)):
                         logits[row], passed[row] = own, Passed(experts.k_now, True)
                 experts.fallbacks += len(unsure)
-        told = engine.holdings.counted_experts()
+        expert_report = engine.holdings.counted_experts()
         for row, state in enumerate(self.members):
-            state.logits, state.passed, state.experts = logits[row], passed[row], told
+            state.logits, state.passed, state.experts = logits[row], passed[row], expert_report
             engine.count_step()
 
     def before_a_step(self) -> list[Any]:
@@ -132,17 +132,19 @@ class Batch:
         part = self._engine.counted(copy_caches(self.caches))
         put_back(list(leaves(part)), before)
         for leaf in leaves(part):
-            vars(leaf).update({name: _taken(value, which) for name, value in vars(leaf).items()})
+            vars(leaf).update(
+                {name: _select_rows(value, which) for name, value in vars(leaf).items()}
+            )
         logits = self._engine.step_rows(ids[which], part)
         for leaf, own in zip(leaves(self.caches), leaves(part)):
             _write_back(leaf, own, which)
         return logits
 
 
-def _taken(value: Any, rows: mx.array) -> Any:
+def _select_rows(value: Any, rows: mx.array) -> Any:
     """Select rows of what a batch's cache holds, along the first axis of its arrays."""
     if isinstance(value, list):
-        return [_taken(item, rows) for item in value]
+        return [_select_rows(item, rows) for item in value]
     return value[rows] if isinstance(value, mx.array) else value
 
 
@@ -158,7 +160,7 @@ def _write_back(layer: Any, own: Any, rows: mx.array) -> None:
             getattr(layer, name)[rows, :, place] = getattr(own, name)[:, :, place]
 
 
-def _extracted(layer: Any, row: int) -> Any:
+def _extract_row(layer: Any, row: int) -> Any:
     """Extract one state's cache from a batch's."""
     own = layer.extract(row)
     if getattr(own, "lengths", None) is not None or getattr(own, "left_padding", None) is not None:

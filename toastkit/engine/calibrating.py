@@ -1,5 +1,5 @@
-"""Measures how long layers take to read and to run, within the memory of a model none of whose
-layers is resident.
+"""Measures how long layers take to read and to run, in the memory of a model without resident
+layers.
 
 Runs passes of the real engine, first without prefetch, where reading and computing are separate,
 then as usual, which shows how much the two slow each other down. A pass that would take long is
@@ -47,7 +47,7 @@ LEAST_RATE = 1.0  # bytes per second
 SEEN = 0.25
 
 
-class _Enough(Exception):
+class _PassEnded(Exception):
     """A pass has run the layers that it was to run."""
 
 
@@ -65,9 +65,8 @@ class _Times(NamedTuple):
         return sum(self.waits) + sum(self.computes) + self.rest
 
 
-class _Beside(NamedTuple):
-    """Passes over a token and over a chunk with prefetch. rate: bytes per second of reading
-    alone."""
+class _WithPrefetch(NamedTuple):
+    """Passes over a token and a chunk with prefetch. rate: bytes per second of reading alone."""
 
     token: _Times
     chunk: _Times
@@ -84,8 +83,8 @@ class _Sweep(NamedTuple):
     token_cold: _Times
     brief: _Times
     chunk: _Times
-    cached: _Beside
-    cold: _Beside
+    cached: _WithPrefetch
+    cold: _WithPrefetch
 
 
 def measure(
@@ -95,20 +94,20 @@ def measure(
     reports progress. Raises DataError, IOFailure, NoInputError."""
     engine = opened(ResidencyOptions("layers", 0))
     try:
-        few = _few_that_stay(engine)
+        few = _resident_count(engine)
         # First, while memory is new to the process: reused memory is in smaller pages.
-        staying = _staying(opened, few, tell) if few else []
+        resident_times = _resident_times(opened, few, tell) if few else []
         found = _Measuring(engine, tell).calibration()
     finally:
         engine.close()
     if not few:
         return found
     usual = sum(found.token[:few]) / max(sum(found.token[few + 1 : 2 * few]), 1e-9)
-    shares = [seconds / max(usual * streamed, 1e-9) for seconds, streamed in staying]
+    shares = [seconds / max(usual * streamed, 1e-9) for seconds, streamed in resident_times]
     return Calibration(**{**vars(found), "stays": min(1.0, median(shares))})
 
 
-def _staying(
+def _resident_times(
     opened: Callable[[ResidencyOptions], Engine], few: int, tell: Callable[[str], None]
 ) -> list[tuple[float, float]]:
     """Return seconds of a token through the first few layers, resident, and through all but the
@@ -116,7 +115,7 @@ def _staying(
     tell("layers that stay")
     engine = opened(ResidencyOptions("layers", few, "first"))
     try:
-        return _Measuring(engine, tell).staying(few)
+        return _Measuring(engine, tell).resident_times(few)
     finally:
         engine.close()
         del engine
@@ -124,9 +123,8 @@ def _staying(
         mx.clear_cache()
 
 
-def _few_that_stay(engine: Engine) -> int:
-    """Return how many layers may be resident for a while, at most half of them: 0 if memory is
-    short."""
+def _resident_count(engine: Engine) -> int:
+    """Return how many layers may be resident for a while: at most half, 0 if memory is short."""
     policy = engine.residency
     assert policy is not None
     sizes = policy.sizes.layers
@@ -162,7 +160,7 @@ class _Measuring:
             store.keeps_cached, streams.most_ahead = kept, self._most
         short, long = lengths
         costs = [
-            _line(short, a, long, b)
+            _linear_cost(short, a, long, b)
             for a, b in zip(self._spread(sweep.brief.computes), self._spread(sweep.chunk.computes))
         ]
         return Calibration(
@@ -179,7 +177,7 @@ class _Measuring:
     def _sweep(self, first: _Times, short: int, long: int) -> _Sweep:
         """Run all passes once more. first: the first one over a token. short, long: tokens of
         chunks."""
-        few, more = (_enough(self._sizes, least) for least in (CHUNK_LAYERS, FEW_LAYERS))
+        few, more = (_layers_to_run(self._sizes, least) for least in (CHUNK_LAYERS, FEW_LAYERS))
         whole = first
         if first.total <= 2 * WHOLE_SECONDS:  # into memory that was new
             whole = self._passes_of(1, len(self._sizes))
@@ -187,41 +185,45 @@ class _Measuring:
         brief, chunk = (self._passes_of(length, few) for length in (short, long))
         token_cold = self._passes_of(1, more, cold=True)
         with self._ahead(self._most):
-            cached = self._beside(len(token.waits), short)
+            cached = self._passes_with_prefetch(len(token.waits), short)
             self._tell("reading from the disk")
-            cold = self._beside(more, short, cold=True)
+            cold = self._passes_with_prefetch(more, short, cold=True)
         return _Sweep(whole, token, token_cold, brief, chunk, cached, cold)
 
-    def _beside(self, layers: int, length: int, cold: bool = False) -> _Beside:
+    def _passes_with_prefetch(self, layers: int, length: int, cold: bool = False) -> _WithPrefetch:
         """Run passes as usual, with prefetch: over a token through `layers` layers, and over
         `length` tokens."""
-        few = _enough(self._sizes, CHUNK_LAYERS)
+        few = _layers_to_run(self._sizes, CHUNK_LAYERS)
         token, chunk = self._passes_of(1, layers, cold), self._passes_of(length, few, cold)
-        return _Beside(token, chunk, self._rate_alone(layers, cold))
+        return _WithPrefetch(token, chunk, self._rate_alone(layers, cold))
 
     def _lengths(self) -> tuple[int, int]:
         """Return the two longest chunks, in tokens, whose passes are quick to run."""
         device = self._engine.device
-        length, layers = TIMES * SHORTEST[device], _enough(self._sizes, CHUNK_LAYERS)
+        length, layers = TIMES * SHORTEST[device], _layers_to_run(self._sizes, CHUNK_LAYERS)
         self._pass(length, layers)
         while TIMES * length <= CHUNK[device] and self._pass(length, layers).total < CHUNK_SECONDS:
             length *= TIMES
         return length // TIMES, length
 
-    def _source(self, token: _Times, chunk: _Times, beside: _Beside, cold: bool = False) -> Source:
+    def _source(
+        self, token: _Times, chunk: _Times, prefetched: _WithPrefetch, cold: bool = False
+    ) -> Source:
         """Model reading from the page cache or, cold, from the disk. token, chunk: passes without
         prefetch; the latter may have read from elsewhere: its compute time is the same."""
-        both = (beside.token, beside.chunk)
+        both = (prefetched.token, prefetched.chunk)
         # Reading alone is no slower than beside computing.
         slowest = [self._rate(b.waits, self._reading_seconds(b, cold)) for b in both]
-        rate = max(beside.rate, *slowest, LEAST_RATE)
+        rate = max(prefetched.rate, *slowest, LEAST_RATE)
         slow = [
-            self._slowdown(rate, token, beside.token, cold),
-            self._slowdown(rate, chunk, beside.chunk, cold),
+            self._slowdown(rate, token, prefetched.token, cold),
+            self._slowdown(rate, chunk, prefetched.chunk, cold),
         ]
-        return Source(rate, *_seen(slow, [self._both(rate, times) for times in (token, chunk)]))
+        return Source(
+            rate, *_completed(slow, [self._costs(rate, times) for times in (token, chunk)])
+        )
 
-    def _both(self, rate: float, times: _Times) -> tuple[float, float]:
+    def _costs(self, rate: float, times: _Times) -> tuple[float, float]:
         """Return seconds to read the layers of a pass at that rate, and to compute them."""
         return sum(self._sizes[: len(times.computes)]) / rate, sum(times.computes)
 
@@ -247,28 +249,29 @@ class _Measuring:
         self._streams.settle()
         return median(found)
 
-    def _reading_seconds(self, beside: _Times, cold: bool) -> float:
+    def _reading_seconds(self, prefetched: _Times, cold: bool) -> float:
         """Return an upper bound on the seconds in which all layers of a pass were read."""
-        if self._goes_round(len(beside.waits), cold):
-            return beside.total
-        return sum(beside.waits) + sum(beside.computes[:-1])
+        if self._wraps_around(len(prefetched.waits), cold):
+            return prefetched.total
+        return sum(prefetched.waits) + sum(prefetched.computes[:-1])
 
-    def _slowdown(self, rate: float, apart: _Times, beside: _Times, cold: bool) -> Slowdown:
-        """Fit the slowdown of reading at that rate and of computing. apart, beside: passes without
-        and with prefetch."""
-        reads = [size / rate for size in self._sizes[: len(apart.computes)]]
-        waiting, computing = sum(beside.waits), sum(beside.computes)
+    def _slowdown(self, rate: float, separate: _Times, prefetched: _Times, cold: bool) -> Slowdown:
+        """Fit the slowdown of reading at that rate and of computing. separate, prefetched: passes
+        without and with prefetch."""
+        reads = [size / rate for size in self._sizes[: len(separate.computes)]]
+        waiting, computing = sum(prefetched.waits), sum(prefetched.computes)
         # Nothing is computed faster beside reading: a lower time means that the other was slow for
         # another reason.
-        alone = list(map(min, apart.computes, beside.computes))
-        if self._goes_round(len(reads), cold):
-            measured, rest = Played(waiting, computing + beside.rest), min(apart.rest, beside.rest)
+        alone = list(map(min, separate.computes, prefetched.computes))
+        if self._wraps_around(len(reads), cold):
+            measured = Played(waiting, computing + prefetched.rest)
+            rest = min(separate.rest, prefetched.rest)
             return fitted_slowdown(reads, alone, rest, measured, self._allowed)
         # Such a pass begins with nothing prefetched.
         measured = Played(waiting, computing)
         return fitted_slowdown(reads, alone, 0.0, measured, self._allowed, passes=1)
 
-    def _goes_round(self, layers: int, cold: bool) -> bool:
+    def _wraps_around(self, layers: int, cold: bool) -> bool:
         """True if passes follow each other as in decoding: during one, layers are prefetched for
         the next."""
         return layers == len(self._sizes) and not cold
@@ -283,8 +286,8 @@ class _Measuring:
 
     # ----------------------------------------------------------------------------------- passes
 
-    def staying(self, few: int) -> list[tuple[float, float]]:
-        """See _staying."""
+    def resident_times(self, few: int) -> list[tuple[float, float]]:
+        """See _resident_times."""
         found = []
         with self._ahead(0):
             self._pass(1, 2 * few)
@@ -332,7 +335,7 @@ class _Measuring:
                 left = time.perf_counter()
             if index + ran >= layers and layers < len(self._sizes):
                 mx.synchronize()  # with the resident ones
-                raise _Enough
+                raise _PassEnded
 
         self._streams.watch = watch
         cache = engine.new_cache()
@@ -345,7 +348,7 @@ class _Measuring:
             else:
                 engine.score(ids, cache)  # the logits are never computed
                 mx.eval(arrays_in(cache))
-        except _Enough:
+        except _PassEnded:
             pass
         finally:
             self._streams.watch = lambda index, ran: None
@@ -353,7 +356,7 @@ class _Measuring:
 
     def _begin(self, layers: int, cold: bool) -> None:
         """Prepare reading of the first layers: from the disk if cold."""
-        if not self._goes_round(layers, cold):
+        if not self._wraps_around(layers, cold):
             self._streams.settle()
         self._store.keeps_cached = not cold
         if cold:
@@ -361,8 +364,8 @@ class _Measuring:
                 self._store.forget_cached(self._store.layer_names(index))
 
     def _spread(self, seconds: Sequence[float]) -> list[float]:
-        """Extend measurements of the first layers to all: an unmeasured layer gets the median of
-        its size."""
+        """Extend measurements of the first layers to all: an unmeasured one gets its size's
+        median."""
         by_size: dict[int, list[float]] = {}
         for size, value in zip(self._sizes, seconds):
             by_size.setdefault(size, []).append(value)
@@ -372,7 +375,7 @@ class _Measuring:
         return measured
 
 
-def _seen(slow: Sequence[Slowdown], both: Sequence[tuple[float, float]]) -> Iterator[Slowdown]:
+def _completed(slow: Sequence[Slowdown], both: Sequence[tuple[float, float]]) -> Iterator[Slowdown]:
     """Return the slowdowns of two passes, taking from the other what one of them does not show.
     both: seconds of reading and of computing of each."""
     for this, other, (reading, computing) in zip(slow, reversed(slow), both):
@@ -384,13 +387,13 @@ def _seen(slow: Sequence[Slowdown], both: Sequence[tuple[float, float]]) -> Iter
             yield this
 
 
-def _enough(sizes: Sequence[int], least: int) -> int:
+def _layers_to_run(sizes: Sequence[int], least: int) -> int:
     """Return how many layers to run of a pass that would take long: through the first layer of the
     last new size, at least `least`."""
     return min(len(sizes), max(least, max(map(sizes.index, set(sizes))) + 1))
 
 
-def _line(short: int, first: float, long: int, second: float) -> tuple[float, float]:
+def _linear_cost(short: int, first: float, long: int, second: float) -> tuple[float, float]:
     """Return (fixed, per token) seconds of a chunk, from two lengths."""
     each = max(0.0, (second - first) / (long - short))
     return max(0.0, second - each * long), each

@@ -92,7 +92,7 @@ def score_in_gears(
     check_ids(ids, engine.vocab)
     for start, part in windows(ids, window):
         if engine.gears is None and not falls_back(engine):
-            yield from _watched(engine, start, part, chooser_for())
+            yield from _in_chunks(engine, start, part, chooser_for())
         else:
             yield from _stepping(engine, start, part, chooser_for())
 
@@ -134,17 +134,19 @@ def _stepping(
     mx.clear_cache()
 
 
-def _watched(engine: Engine, start: int, part: Sequence[int], chooser: Chooser) -> Iterator[Scores]:
+def _in_chunks(
+    engine: Engine, start: int, part: Sequence[int], chooser: Chooser
+) -> Iterator[Scores]:
     """Score a window in passes of several tokens, with the gears that would have been selected."""
     gear, end = FIRST, start + len(part) - 1
     for scores in score_window(engine, start, part, default_chunk(engine)):
         entropies = [round(entropy, DIGITS) for entropy in scores.entropies]
-        told = []
+        selected = []
         for position, entropy in enumerate(entropies, scores.position):
-            told.append(gear)
+            selected.append(gear)
             if position < end:
                 gear = chooser.choose(entropy).gear or gear
-        yield replace(scores, entropies=entropies, gears=told)
+        yield replace(scores, entropies=entropies, gears=selected)
 
 
 def _logprob(logits: np.ndarray, target: int) -> float:

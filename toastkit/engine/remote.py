@@ -55,12 +55,12 @@ def attach(
         return None
     daemon = Operations(connection, path)
     engine: RemoteEngine | None = None
-    said = f"using the weights of the daemon at {path}"
+    status = f"using the weights of the daemon at {path}"
     try:
         of = {"fingerprint": fingerprint, "device": device, "dtype": dtype, "kv_bits": kv_bits}
         engine = RemoteEngine(daemon, daemon.ask("attach", of))
     except ToastError as error:
-        said = f"{error.message}: loading the model here"
+        status = f"{error.message}: loading the model here"
     finally:
         if engine is None:
             daemon.close()
@@ -72,7 +72,7 @@ def attach(
             hint="--no-daemon loads the model here",
         )
     if say is not None:
-        say(said)
+        say(status)
     return engine
 
 
@@ -190,7 +190,7 @@ class RemoteEngine:
 
     def hold_report(self, answer: dict[str, Any]) -> None:
         """Keep the daemon's report on a run that it has released."""
-        self._report = {name: told for name, told in answer.items() if isinstance(told, dict)}
+        self._report = {name: report for name, report in answer.items() if isinstance(report, dict)}
 
     def logits_of(self, answer: dict[str, Any]) -> memoryview[float] | None:
         """Decode the logits in an answer, float32 (vocab,), read-only; None if there are none."""
@@ -247,8 +247,8 @@ class RemoteState:
         if self._daemon.waiting == "step":
             answer = self._daemon.answer()
             self._logits = self._engine.logits_of(answer)
-            told = answer.get("experts")
-            self.experts = told if isinstance(told, dict) else None
+            report = answer.get("experts")
+            self.experts = report if isinstance(report, dict) else None
         return self._logits
 
     def hold(self, ids: Sequence[int], logits: memoryview[float] | None) -> None:

@@ -54,8 +54,8 @@ def load_config(files: ModelFiles) -> ModelConfig:
     if type(vocab) is not int or not 1 <= vocab <= MOST:
         raise DataError(f"{files.name}: config.json has no usable vocab_size")
     # The context length, by the first of its names.
-    said = ((name, fields.get(name)) for fields in (top, text) for name in CONTEXT_NAMES)
-    name, context = next((pair for pair in said if pair[1] is not None), ("", None))
+    candidates = ((name, fields.get(name)) for fields in (top, text) for name in CONTEXT_NAMES)
+    name, context = next((pair for pair in candidates if pair[1] is not None), ("", None))
     if context is not None and (type(context) is not int or not 1 <= context <= MOST):
         raise DataError(f"{files.name}: config.json has no usable {name}")
     return config._replace(vocab=vocab, context=context)

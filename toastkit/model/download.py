@@ -63,8 +63,8 @@ def main() -> NoReturn:
     try:
         answer(path=str(fetch(hub_id, revision, answer)))
     except Exception as error:  # offline, a proxy's page, a full disk: many kinds
-        told = what_failed(hub_id, revision, error)
-        answer(code=told.code, message=told.message, hint=told.hint)
+        failure = what_failed(hub_id, revision, error)
+        answer(code=failure.code, message=failure.message, hint=failure.hint)
 
 
 def _end_with_parent() -> None:
@@ -242,22 +242,22 @@ def what_failed(hub_id: str, revision: str, error: Exception) -> ToastError:
         return NoInputError(
             f"no such model on the hub: {hub_id}", hint="a private one needs: hf auth login"
         )
-    here: BaseException | None = error
-    while here is not None:
-        name = type(here).__name__
-        if status := getattr(getattr(here, "response", None), "status_code", 0):
+    cause: BaseException | None = error
+    while cause is not None:
+        name = type(cause).__name__
+        if status := getattr(getattr(cause, "response", None), "status_code", 0):
             return _refused(hub_id, status)
-        if isinstance(here, json.JSONDecodeError):
+        if isinstance(cause, json.JSONDecodeError):
             return UnavailableError(
                 f"cannot fetch {hub_id}: what came is not from a hub", hint="is a proxy in between?"
             )
-        if isinstance(here, OSError) and (here.filename is not None or here.errno in FULL):
-            return from_os_error(here, f"cannot fetch {hub_id}", creating=True)
-        if "Connect" in name or isinstance(here, ConnectionError):
+        if isinstance(cause, OSError) and (cause.filename is not None or cause.errno in FULL):
+            return from_os_error(cause, f"cannot fetch {hub_id}", creating=True)
+        if "Connect" in name or isinstance(cause, ConnectionError):
             return UnavailableError(f"cannot fetch {hub_id}: the hub cannot be reached", hint=KEPT)
         if "Timeout" in name:
             return UnavailableError(f"cannot fetch {hub_id}: the hub stopped answering", hint=KEPT)
-        here = here.__cause__
+        cause = cause.__cause__
     reason = (str(error).strip().split("\n")[0] or type(error).__name__)[:200].rstrip(".")
     return UnavailableError(f"cannot fetch {hub_id}: {reason}")
 

@@ -135,14 +135,14 @@ class ModelFiles:
 
     def _check_numbers(self, names: list[str]) -> None:
         """Raise NoInputError if a shard is missing, of those whose names say how many there are."""
-        there = set(names)
+        present = set(names)
         numbered = (re.fullmatch(_SHARD, name) for name in names)
         for before, width, of, count in {
             (m[1], len(m[2]), m[3], int(m[4])) for m in numbered if m is not None
         }:
             for number in range(1, count + 1):  # ends at the first that is missing
                 name = f"{before}{number:0{width}}{of}"
-                if name not in there:
+                if name not in present:
                     raise NoInputError(f"{self.name}: {name[:100]} is missing")
 
     def _regular(self, name: str) -> Path:
@@ -161,11 +161,11 @@ class ModelFiles:
 
     def _shards(self, index: dict) -> list[Path]:
         """Return the files that an index lists."""
-        places = index.get("weight_map")
-        if not isinstance(places, dict) or not places:
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
             raise DataError(f"{self.name}: {INDEX_FILE} has no weight_map")
         shards = []
-        for name in sorted(set(map(str, places.values()))):
+        for name in sorted(set(map(str, weight_map.values()))):
             # A symbolic link may lead elsewhere, as in the hub's cache; a name may not.
             if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
                 raise DataError(f"{self.name}: {INDEX_FILE} points outside: {name[:100]!r}")
@@ -229,15 +229,15 @@ class ModelFiles:
             for name in header.entries:
                 holders.setdefault(name, []).append(header)
         twice = {name: found for name, found in holders.items() if len(found) > 1}
-        places = self.weight_map() if twice else {}
+        weight_map = self.weight_map() if twice else {}
         for name, found in twice.items():
             if name.startswith(toast_format.PAD_PREFIX):
                 continue
             files = [header.path.name for header in found]
-            if places.get(name) not in files:
+            if weight_map.get(name) not in files:
                 raise DataError(f"{self.name}: tensor {name} is in {files[0]} and in {files[1]}")
             for header in found:
-                if header.path.name != places[name]:
+                if header.path.name != weight_map[name]:
                     del header.entries[name]
 
     def _check_split(self, headers: list[Header]) -> None:

@@ -59,10 +59,10 @@ def fetch(hub_id: str, revision: str | None, progress: bool) -> Path:
         raise UsageError(f"not a hub id: {hub_id[:100]!r}", hint=hint or "a hub id is org/name")
     if revision is not None and not re.fullmatch(r"\w[\w./-]{0,200}", revision):
         raise UsageError(f"not a revision: {revision[:100]!r}")
-    here = cached_snapshot(hub_id, revision or "main")
+    cached = cached_snapshot(hub_id, revision or "main")
     offline = is_offline() or find_spec("huggingface_hub") is None
-    if here is not None and (offline or (here / "tokenizer.json").is_file()):
-        return here
+    if cached is not None and (offline or (cached / "tokenizer.json").is_file()):
+        return cached
     if is_offline():
         raise UnavailableError(
             f"cannot fetch {hub_id}: it is not in the cache, and HF_HUB_OFFLINE is set"
@@ -95,8 +95,8 @@ def cached_snapshot(hub_id: str, revision: str = "main") -> Path | None:
         snapshot = folder / "snapshots" / commit
         if not re.fullmatch(r"[\w-][\w.-]*", commit) or not (snapshot / CONFIG_FILE).is_file():
             return None
-        whole = all(path.is_file() for path in ModelFiles(snapshot, hub_id).weight_files())
-        return snapshot if whole else None
+        complete = all(path.is_file() for path in ModelFiles(snapshot, hub_id).weight_files())
+        return snapshot if complete else None
     except (ToastError, OSError, ValueError):
         return None
 

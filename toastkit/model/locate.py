@@ -25,7 +25,7 @@ def locate(name: str) -> ModelFiles:
     Raises NoInputError if it does not exist, UnavailableError if it would have to be fetched and
     cannot be, DataError for a file that is no .toast.
     """
-    found = _here(name)
+    found = _find_local(name)
     if found is not None:
         return found
     if is_offline():
@@ -36,7 +36,7 @@ def locate(name: str) -> ModelFiles:
 def find(name: str) -> ModelFiles:
     """Return what `locate` does if it is on this machine; never fetches. Raises NoInputError if it
     is not, DataError for a file that is no .toast."""
-    return _found(name, _here(name))
+    return _found(name, _find_local(name))
 
 
 def for_stream(given: str | None, named: str, expected: str) -> ModelFiles:
@@ -46,14 +46,14 @@ def for_stream(given: str | None, named: str, expected: str) -> ModelFiles:
     absolute, as toastkit writes them. expected: the head's fingerprint. Raises as `locate` and
     `find` do, and DataError for a checkpoint that is not the head's.
     """
-    files = locate(given) if given else _found(named, _here(named, relative=False))
+    files = locate(given) if given else _found(named, _find_local(named, relative=False))
     if fingerprint(files) != expected:
         other = f"{given or named} is not the model that this stream was tokenised for"
         raise DataError(f"{other} ({named})", hint=None if given else "-m names another one")
     return files
 
 
-def _here(name: str, relative: bool = True) -> ModelFiles | None:
+def _find_local(name: str, relative: bool = True) -> ModelFiles | None:
     """Return a checkpoint on this machine, None for a hub id that is not in the cache. relative:
     accept a relative path. Raises NoInputError for any other name."""
     if name == "crumb":

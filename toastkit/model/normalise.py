@@ -115,7 +115,7 @@ def fit(config: ModelConfig, where: str) -> Fitted:
 def _fit(config: ModelConfig, where: str, module: str) -> Fitted:
     source = source_of(module)
     fitted, windows = deepcopy(config.raw), []
-    told = [CAUTIONS[module]] if module in CAUTIONS else []
+    found_cautions = [CAUTIONS[module]] if module in CAUTIONS else []
     levels = [(fitted, source)]
     if isinstance(fitted.get("text_config"), dict):
         text = fitted["text_config"]
@@ -128,11 +128,11 @@ def _fit(config: ModelConfig, where: str, module: str) -> Fitted:
         _rename(level, of)
         rotation.rename_rotation(level, of, where)
         _check(level, of, where)
-        told += [*rotation.cautions(level, of), *_activation_cautions(level, of)]
+        found_cautions += [*rotation.cautions(level, of), *_activation_cautions(level, of)]
         windows.append(_ignored_window(level, of))
     window = min((w for w in windows if w is not None), default=None)
     yarn = next((y for level, _ in levels if (y := rotation.unrounded_yarn(level))), None)
-    return Fitted(fitted, yarn, tuple(dict.fromkeys(told)), window, module)
+    return Fitted(fitted, yarn, tuple(dict.fromkeys(found_cautions)), window, module)
 
 
 def _text_source(text: dict, source: Source) -> Source:
@@ -154,12 +154,12 @@ def _rename(config: dict[str, Any], source: Source) -> None:
     """Fill in a class's fields that the configuration names differently or implies."""
     fields = source.fields
     for names in SYNONYMS:
-        said = [name for name in names if config.get(name) is not None]
-        read = any(name in fields for name in said)
-        for name in names if said else ():
+        present = [name for name in names if config.get(name) is not None]
+        read = any(name in fields for name in present)
+        for name in names if present else ():
             wanted = source.requires(name) or (name in fields and not read)
             if wanted and config.get(name) is None:
-                config[name] = config[said[0]]
+                config[name] = config[present[0]]
     for name, value in CONSTANTS.get(source.module, {}).items():
         config.setdefault(name, value)
     for name, value in _implied(config, source):

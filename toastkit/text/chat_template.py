@@ -110,7 +110,7 @@ def render(
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
         **arguments,
-        "messages": [_as_transformers_has_it(message) for message in messages],
+        "messages": [_as_in_transformers(message) for message in messages],
     }
     given = [*arguments, *([] if tools is None else ["tools"])]
     reply, line = _reply(template, variables, given)
@@ -164,7 +164,7 @@ def _same(template: str, variables: dict, text: str) -> bool:
     return _answer(template, variables, []).get("text") == text
 
 
-def _as_transformers_has_it(message: dict) -> dict:
+def _as_in_transformers(message: dict) -> dict:
     """Drop null fields, as Hugging Face does, except content, which templates check for. Thoughts
     go under the name that templates read."""
     kept = {k: v for k, v in message.items() if v is not None or k == "content"}
@@ -177,22 +177,22 @@ def _as_transformers_has_it(message: dict) -> dict:
 def _reply(template: str, variables: dict, given: list[str]) -> tuple[dict[str, Any], str]:
     """Return the reply for the messages, and a line about joined parts or "". Substitutes are tried
     if the template fails with the messages, or writes null as Python's `None`."""
-    reply, said, messages = _answer(template, variables, given), "", variables["messages"]
+    reply, remark, messages = _answer(template, variables, given), "", variables["messages"]
     if "error" in reply and not reply.get("stopped"):
-        for other, line in _otherwise(messages):
+        for other, line in _substitutes(messages):
             second = _answer(template, {**variables, "messages": other}, given)
             if "error" not in second:
-                reply, said, messages = second, line, other
+                reply, remark, messages = second, line, other
                 break
     nones, bare = reply.get("text", "").count("None"), _without_null(messages)
     if nones and bare != messages:
         second = _answer(template, {**variables, "messages": bare}, given)
         if second.get("text", reply["text"]).count("None") < nones:
             reply = second
-    return reply, said
+    return reply, remark
 
 
-def _otherwise(messages: list[dict]) -> Iterator[tuple[list[dict], str]]:
+def _substitutes(messages: list[dict]) -> Iterator[tuple[list[dict], str]]:
     """Yield substitutes for the messages, each with a line about joined parts: with the parts of
     every content joined; then also with null content left out, as Hugging Face does; then with
     empty content in its place. Each only if it applies."""

@@ -14,12 +14,12 @@ def exact_size(count: int) -> str:
 
 def exact_number(value: float) -> str:
     """Return the shortest text that parses as that number; small ones have no exponent."""
-    said = repr(value + 0.0).removesuffix(".0")  # -0.0 becomes 0
-    if "e-" not in said:
-        return said
+    text = repr(value + 0.0).removesuffix(".0")  # -0.0 becomes 0
+    if "e-" not in text:
+        return text
     from decimal import Decimal
 
-    return f"{Decimal(said):f}"
+    return f"{Decimal(text):f}"
 
 
 def counted(number: int, thing: str, form: str = "") -> str:

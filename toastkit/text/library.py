@@ -19,11 +19,11 @@ from toastkit.errors import DataError
 T = TypeVar("T")
 
 SECONDS = 10.0  # for a piece of a text, which takes under one
-MOST_LEFT = 2  # calls still running after their timeout
+MOST_ABANDONED = 2  # calls still running after their timeout
 MOST_GROWTH = 64  # most that the rules may multiply a text's length
 MOST_ADDED = 1 << 16  # most characters that they may prepend
 
-_left: list[threading.Thread] = []
+_abandoned: list[threading.Thread] = []
 
 _COMPOSED = 4  # most characters that NFC and NFKC compose into one
 # Steps that drop nothing.
@@ -39,25 +39,25 @@ def call(doing: str, act: Callable[[], T], seconds: float | None = None) -> T:
     has begun cannot be stopped.
     """
     if seconds is None:
-        with _unheard():
+        with _stderr_silenced():
             value, error = _tried(act)
         return _outcome(doing, value, error)
-    _left[:] = [thread for thread in _left if thread.is_alive()]
-    if len(_left) >= MOST_LEFT:
+    _abandoned[:] = [thread for thread in _abandoned if thread.is_alive()]
+    if len(_abandoned) >= MOST_ABANDONED:
         raise DataError(f"{doing}: the tokenizer is busy with texts that take it too long")
     result: list[tuple[Any, BaseException | None]] = []
     thread = threading.Thread(target=lambda: result.append(_tried(act)), daemon=True)
-    with _unheard():
+    with _stderr_silenced():
         thread.start()
         thread.join(max(seconds, 0))
     if not result:
-        _left.append(thread)
+        _abandoned.append(thread)
         raise DataError(f"{doing}: it takes over {SECONDS:g} s")
     return _outcome(doing, *result[0])
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
+def _stderr_silenced() -> Iterator[None]:
     """Silence stderr, where the library reports a panic before we do. Only in the main thread,
     which waits: processes whose other threads may print, such as the daemon, use the library off
     the main thread."""

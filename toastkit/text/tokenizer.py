@@ -77,20 +77,20 @@ class Tokenizer:
         if len(text) <= pieces.PIECE:
             return self._encode(text, add_special, library.SECONDS)
         ids: list[int] = []
-        numbers: Sequence[int] = range(self.vocab_size)
-        if len(numbers) <= MOST_SHARED:  # one object per id, however often it occurs
-            numbers = list(numbers)
-        ends = time.monotonic() + library.SECONDS
+        interned: Sequence[int] = range(self.vocab_size)
+        if len(interned) <= MOST_SHARED:  # one object per id, however often it occurs
+            interned = list(interned)
+        deadline = time.monotonic() + library.SECONDS
 
         def encode(part: str) -> list[int]:
-            return self._encode(part, False, ends - time.monotonic())
+            return self._encode(part, False, deadline - time.monotonic())
 
         for piece in pieces.encode_pieces(encode, text, pieces.PIECE):
-            ids += map(numbers.__getitem__, piece)
+            ids += map(interned.__getitem__, piece)
             if most is not None and len(ids) > most:
                 break
-            ends = time.monotonic() + library.SECONDS
-        before, after = self._around(text[: pieces.MARGIN]) if add_special else ([], [])
+            deadline = time.monotonic() + library.SECONDS
+        before, after = self._surrounding_ids(text[: pieces.MARGIN]) if add_special else ([], [])
         return [*before, *ids, *after] if before or after else ids
 
     def _encode(self, text: str, add_special: bool, seconds: float) -> list[int]:
@@ -122,7 +122,7 @@ class Tokenizer:
         """Faults without and with special tokens."""
         return [library.post_processor_fault(self._tokenizer, special) for special in (False, True)]
 
-    def _around(self, text: str) -> tuple[list[int], list[int]]:
+    def _surrounding_ids(self, text: str) -> tuple[list[int], list[int]]:
         """Return what the post-processor puts before and after a text."""
         whole = self._encode(text, True, library.SECONDS)
         ids = self._encode(text, False, library.SECONDS)
