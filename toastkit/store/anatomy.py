@@ -1,7 +1,7 @@
-"""What an architecture is made of: layers by kind, experts, parameters, bytes by part, caches.
+"""Describe an architecture: layers by kind, experts, parameters, bytes by part, caches.
 
-The model is run on one token, lazily: MLX knows the shape of every array before it computes one, so
-that nothing here reads or makes a weight. The results are plain dicts, ready for JSON.
+The model runs lazily on one token: MLX infers the shape of every array, so no weight is read or
+allocated. Results are plain dicts, ready for JSON.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from toastkit.model.config import ModelConfig
 from toastkit.store.skeleton import holds_experts
 from toastkit.store.store import Store
 
-# The parts by which bytes are counted. mixer: attention or its recurrent kin, all that mixes
-# positions. mlp: dense ones, shared experts included. other: norms, routers, what has no name.
+# The parts that bytes are counted by. mixer: attention or a recurrent equivalent (mixes positions).
+# mlp: dense MLPs, shared experts included. other: norms, routers, anything unrecognised.
 PARTS = ("embedding", "mixer", "mlp", "experts", "other", "head")
 CACHE_TOKENS = 1024  # "1K tokens"
 _MLP = re.compile(r"mlp|moe|ffn|feed_?forward|expert|^ff_|^fc\d|^w[123]$|^(gate|up|down)_", re.I)
@@ -32,10 +32,10 @@ _WINDOWS = ("RotatingKVCache", "ChunkedKVCache")
 
 
 def anatomy(store: Store, explain: Callable[[str], None]) -> dict[str, Any]:
-    """What the checkpoint's architecture is.
+    """Describe the architecture of a checkpoint.
 
-    store: its model is used up. explain(line): is told what could not be found out; the result is
-    without it then.
+    store: its model is modified and not usable afterwards. explain(line): called with what could
+    not be determined, which is then left out of the result.
     """
     model = store.model
     leaves = dict(_leaves(model))
@@ -68,7 +68,7 @@ def anatomy(store: Store, explain: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _leaves(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(path, module) of the modules that hold arrays of their own, each once."""
+    """Yield (path, module) of the modules that own arrays, each once."""
     seen = set()
     for path, module in model.named_modules():
         if id(module) not in seen and _own(module):
@@ -85,8 +85,8 @@ def _own(module: nn.Module) -> dict[str, mx.array]:
 
 
 def _parameters(module: Any) -> int:
-    """Elements of a module's own arrays. Packed weights count as what they stand for, their scales
-    and biases do not count."""
+    """Count the elements of a module's own arrays. Packed weights count unpacked; their scales and
+    biases do not count."""
     own = _own(module)
     count = 0
     if "scales" in own and isinstance(getattr(module, "bits", None), int):
@@ -97,7 +97,7 @@ def _parameters(module: Any) -> int:
 
 
 def _experts(config: ModelConfig, leaves: dict, routed: dict[int, int]) -> dict | None:
-    """Experts of a layer: in all, for one token (None if not known), shared by all tokens."""
+    """Experts per layer: total, active per token (None if unknown), shared."""
     stacks = [module for module in leaves.values() if holds_experts(module)]
     if not stacks:
         return None
@@ -111,7 +111,7 @@ def _experts(config: ModelConfig, leaves: dict, routed: dict[int, int]) -> dict 
 
 
 def _kinds(store: Store, parts: dict[str, str], cache: list | None) -> dict[str, int]:
-    """How many layers of each kind: how they look back on earlier tokens, and what follows."""
+    """Count layers by kind: type of attention or recurrence, then MoE or dense."""
     contents: list[set[str]] = [set() for _ in range(store.layer_count)]
     for path, part in parts.items():
         layer = store.layer_of(f"{path}.")
@@ -127,7 +127,7 @@ def _kinds(store: Store, parts: dict[str, str], cache: list | None) -> dict[str,
 
 
 def _looks_back(cache: Any) -> str:
-    """How a layer looks back on earlier tokens, by the class of its cache."""
+    """Name a layer's attention or recurrence by the class of its cache."""
     name = type(cache).__name__
     if hasattr(cache, "caches"):
         return " and ".join(sorted({_looks_back(part) for part in cache.caches}))
@@ -143,7 +143,7 @@ def _looks_back(cache: Any) -> str:
 
 
 def part_of(store: Store, path: str) -> str:
-    """Which of PARTS the module at a path belongs to, by its name and class and its parents'."""
+    """Return which of PARTS a module belongs to, from its and its parents' names and classes."""
     chain = list(_chain(store.model, path))
     last, module = chain[-1] if chain else ("", None)
     kind = type(module).__name__
@@ -162,7 +162,7 @@ def part_of(store: Store, path: str) -> str:
 
 
 def _chain(model: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
-    """(name, module) of everything on the way to a path, as far as the tree goes."""
+    """Yield (name, module) for every step along a path, as far as the tree goes."""
     here: Any = model
     for name in path.split("."):
         if isinstance(here, list):
@@ -178,8 +178,8 @@ def _chain(model: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _trial(store: Store, explain: Callable[[str], None]) -> tuple[list | None, dict[int, int]]:
-    """One token through the model, lazily: the caches after it, None where the architecture cannot
-    be run so, and how many experts it went to, by id of the module that holds them."""
+    """Run one token lazily. Return the caches after it, None if the architecture cannot be run like
+    this, and the number of experts chosen, by id of the module that holds them."""
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
@@ -201,7 +201,7 @@ def _trial(store: Store, explain: Callable[[str], None]) -> tuple[list | None, d
             kind.__call__ = listening(original)
         store.model(mx.zeros((1, 1), mx.uint32), cache=cache)
         return cache, routed
-    except Exception as error:  # what a model of mlx_lm raises is its own choice
+    except Exception as error:  # an mlx_lm model may raise anything
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         explain(f"the caches cannot be looked at: {reason}")
         return None, routed
@@ -211,8 +211,8 @@ def _trial(store: Store, explain: Callable[[str], None]) -> tuple[list | None, d
 
 
 def _hollow(store: Store) -> None:
-    """Gives the model parameters of the stored dtypes, so that the caches get theirs, which take no
-    memory, should one be evaluated after all."""
+    """Give the model broadcast parameters of the stored dtypes: the caches get the right dtypes,
+    and evaluating one by accident takes no memory."""
 
     def hollow(name: str, value: mx.array) -> mx.array:
         return mx.broadcast_to(mx.array(0, store.dtype(name)), value.shape)
@@ -221,8 +221,8 @@ def _hollow(store: Store) -> None:
 
 
 def _cache_bytes(cache: list) -> dict[str, Any]:
-    """What grows with every token, what sliding windows take when full, what recurrent state takes
-    whatever the length. dtype: of keys, or of the state where there are none."""
+    """Bytes that grow with every token, bytes of full sliding windows, and bytes of recurrent
+    state, which do not depend on length. dtype: of keys, or of the state if there are none."""
     growing = windows = state = 0
     dtypes: list[mx.Dtype] = []
     for part in _flat(cache):

@@ -1,13 +1,13 @@
-"""Makes one `.toast` file of a checkpoint, or splits it into a file a layer: a stream through
-memory, a tensor at a time.
+"""Bake a checkpoint into one `.toast` file, or split it into one file per layer, streaming a tensor
+at a time.
 
-Each tensor is a piece (pieces.py): copied from file to file where it stays as it is, else cast or
-quantised in blocks of rows. So the peak is below 2.5 times the largest layer, or the largest tensor
-outside the layers, however large the model is.
+Each tensor is a piece (pieces.py): copied from file to file if unchanged, else cast or quantised in
+blocks of rows. Peak memory is below 2.5 times the largest layer, or the largest tensor outside the
+layers, whatever the size of the model.
 
-The order is that of toast_format.py: small files, what is outside the layers, layer 0, 1, ...;
+The order is that of toast_format.py: small files, tensors outside the layers, layer 0, 1, ...;
 within a layer first what every token needs, then the experts, then the gears, by name. It does not
-depend on how the source was cut into files.
+depend on how the source was sharded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from toastkit.store.skeleton import is_matrix
 from toastkit.store.store import Store
 from toastkit.store.writer import Planned, Progress, TensorWriter
 
-PARTS = ("weight", "scales", "biases")  # of a quantised matrix, in the order of the file
+PARTS = ("weight", "scales", "biases")  # of a quantised matrix, in file order
 
 
 def bake(
@@ -70,15 +70,14 @@ def bake(
     expert_major: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Writes a checkpoint to `out`, which is there whole at the end, or not at all.
+    """Write a checkpoint to `out` atomically: complete, or not at all.
 
-    quantization: quantise as mlx_lm.convert does. dtype: float32, float16 or bfloat16, which the
-    other floating tensors are cast to. gears: keys of GEAR_BITS, to be stored beside the decoder
-    layers' matrices; those of the source are kept where nothing is converted. expert_major: write
-    the experts of a layer one after another, each in one piece. progress(done, total): bytes
-    written.
-    Raises UsageError for options that do not go with the checkpoint, DataError for one that is
-    broken, BusyError, CannotCreateError, IOFailure.
+    quantization: quantise as mlx_lm.convert does. dtype: float32, float16 or bfloat16, to cast the
+    other floating tensors to. gears: keys of GEAR_BITS, to store beside the decoder layers'
+    matrices; those of the source are kept if nothing is converted. expert_major: store the experts
+    of a layer one after another, each contiguous. progress(done, total): bytes written.
+    Raises UsageError for options that do not fit the checkpoint, DataError if it is broken,
+    BusyError, CannotCreateError, IOFailure.
     """
     contents = Contents(store, quantization, dtype, gears, expert_major)
     pieces = [
@@ -91,12 +90,12 @@ def bake(
 
 
 def split(store: Store, out_directory: Path, progress: Progress | None = None) -> None:
-    """Writes a file a layer and one for the rest, as the layer-streaming paper reads them, and the
-    small files beside them, into a new directory, which is there whole at the end, or not at all.
+    """Write one file per layer and one for the rest, as the layer-streaming paper reads them, with
+    the small files beside them, into a new directory, atomically.
 
     progress(done, total): bytes written.
-    Raises DataError for a broken checkpoint, CannotCreateError where something is in the place of
-    the directory, BusyError, IOFailure.
+    Raises DataError for a broken checkpoint, CannotCreateError if the directory's name is taken,
+    BusyError, IOFailure.
     """
     contents = Contents(store)
     parts: dict[str, list[Piece]] = {OUTSIDE_FILE: contents.outside()}
@@ -118,7 +117,7 @@ def split(store: Store, out_directory: Path, progress: Progress | None = None) -
             path = partial.beside / name
             write_pieces(path, pieces, metadata(store), checksums=checksums, progress=report)
             done += sum(item.nbytes for p in pieces for item in p.planned)
-        # Last, so that a process killed on the way leaves nothing that looks like a model.
+        # Last, so that a process killed before leaves nothing that looks like a model.
         with partial.reported():
             for name, data in files.items():
                 path = partial.beside / name
@@ -133,8 +132,8 @@ def split(store: Store, out_directory: Path, progress: Progress | None = None) -
 def write_pieces(
     path: Path, pieces: Iterable[Piece], texts: Mapping[str, str], **rest: Any
 ) -> None:
-    """Writes a safetensors file of pieces, each layer at a multiple of PAGE. texts: its metadata,
-    to which comes what describes experts. rest: what else TensorWriter takes."""
+    """Write a safetensors file of pieces, each layer aligned to PAGE. texts: its metadata; the
+    description of experts is added. rest: further arguments of TensorWriter."""
     pieces = list(pieces)
     plan: list[Planned] = []
     group = FILES_GROUP
@@ -144,7 +143,7 @@ def write_pieces(
     if experts := {item.name: item.parts for item in plan if item.parts}:
         described = describe_experts(experts)
         texts = {**texts, VERSION_KEY: EXPERT_MAJOR_VERSION, EXPERTS_KEY: described}
-    mx.clear_cache()  # of what finding out where the tensors lie has read
+    mx.clear_cache()  # left by finding the tensors' places
     with TensorWriter(path, plan, texts, **rest) as writer:
         for piece in pieces:
             name = piece.planned[0].name
@@ -152,20 +151,20 @@ def write_pieces(
                 piece.write(writer)
             except DataError as error:
                 raise DataError(f"{name}: {error.message}", error.hint) from error
-            except RuntimeError as error:  # MLX, on a file that became shorter
+            except RuntimeError as error:  # MLX, on a file that was truncated
                 reason = str(error).strip().split("\n")[0]
                 raise DataError(f"{name}: cannot read it: {reason}") from error
         writer.finish()
 
 
 def metadata(store: Store) -> dict[str, str]:
-    """The header's texts, but for the checksums."""
+    """The header's metadata, without the checksums."""
     return {"format": "mlx", VERSION_KEY: VERSION, LAYERS_KEY: str(store.layer_count)}
 
 
 def small_files(contents: Contents) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the small files that the checkpoint has, with config.json as it must be
-    for what is written."""
+    """Yield (name, content) of the checkpoint's small files, config.json adapted to what is
+    written."""
     files = contents.store.files
     for name in files.small_files():
         data = contents.config() if name == "config.json" else files.read(name)
@@ -174,8 +173,8 @@ def small_files(contents: Contents) -> Iterator[tuple[str, bytes]]:
 
 
 class Contents:
-    """What a checkpoint will hold; the options are bake's.
-    Raises UsageError for options that do not go with the checkpoint."""
+    """The contents of a checkpoint to be written; options as for bake.
+    Raises UsageError for options that do not fit the checkpoint."""
 
     def __init__(
         self,
@@ -200,7 +199,7 @@ class Contents:
                 f"{store.files.name}: gears are made of weights that are not quantised"
             )
         self._cast = cast_to(DTYPES[dtype] if dtype else None)
-        # What the architecture computes in float32 stays in it.
+        # What the architecture computes in float32 stays float32.
         self._may_cast = getattr(store.model, "cast_predicate", lambda _: True)
         self._linear = self._gear_modules() if gears else set()
         self._carried: dict[int | None, list[str]] = {}
@@ -208,7 +207,7 @@ class Contents:
             self._carried = self._stored_gears()
 
     def outside(self) -> list[Piece]:
-        """What is outside the layers."""
+        """The tensors outside the layers."""
         names = sorted(self.store.outside_names(), key=_order)
         return [tensor_by_tensor(self.store, self._recipe(n), OUTSIDE_GROUP) for n in names]
 
@@ -230,8 +229,7 @@ class Contents:
         return list(self._pieces(recipes, paths, LAYER_GROUP.format(index)))
 
     def _pieces(self, recipes: list[Recipe], experts: set[str], group: str) -> Iterator[Piece]:
-        """experts: paths of the stacks that are written expert by expert, those of one module
-        together."""
+        """experts: paths of the stacks that are written expert by expert, grouped by module."""
 
         def holder(recipe: Recipe) -> str | None:
             path = _path(next(iter(recipe.names.values())))
@@ -264,8 +262,8 @@ class Contents:
         return Recipe(name, names, lambda rows: quantise_rows(cast(rows), bits)._asdict())
 
     def _gear_modules(self) -> set[str]:
-        """Paths of the matrices in the layers, those of experts too, that MLX can store so.
-        Raises UsageError where there are none."""
+        """Paths of the matrices in the layers, experts included, that MLX can store as gears.
+        Raises UsageError if there are none."""
         found = {
             path
             for path, module in leaf_modules(self.store.model)
@@ -278,7 +276,7 @@ class Contents:
         return found
 
     def _stored_gears(self) -> dict[int | None, list[str]]:
-        """What the source has of gears, by layer."""
+        """The gear tensors of the source, by layer."""
         found: dict[int | None, list[str]] = {}
         for header in self.store.files.headers:
             for name in header.entries:
@@ -288,7 +286,7 @@ class Contents:
         return found
 
     def config(self) -> bytes | None:
-        """config.json as it must be for these tensors; byte for byte the source's where it fits."""
+        """config.json for these tensors; byte for byte the source's if it fits."""
         data = self.store.files.read("config.json")
         settings = self._settings
         if data is None:
@@ -297,7 +295,7 @@ class Contents:
         before = json.dumps(raw)
         if settings is not None and raw.get("quantization") != settings:
             raw["quantization"] = raw["quantization_config"] = settings
-        if settings is None:  # the format that it tells of is not that of these weights
+        if settings is None:  # its format is not that of these weights
             for part in (raw, raw.get("text_config")):
                 if isinstance(part, dict):
                     part.pop("quantization_config", None)
@@ -324,6 +322,6 @@ def _leaf(name: str) -> str:
 
 
 def _order(name: str) -> tuple[str, int, str]:
-    """Sorts by module, and a quantised matrix before its scales and biases."""
+    """Sort key: by module, with a quantised matrix before its scales and biases."""
     path, _, leaf = name.rpartition(".")
     return path, PARTS.index(leaf) if leaf in PARTS else len(PARTS), leaf

@@ -1,9 +1,9 @@
-"""Tensors whose rows, experts say, are computed each by itself: of the same row of what is stored,
-or of stored tensors of its own.
+"""Computed tensors whose rows (experts, for instance) can be computed one at a time, from the same
+row of stored tensors or from stored tensors of their own.
 
-What was recorded of a `sanitize` is played again, of some rows in place of all. That a row is what
-it is in the whole is proved, not tried. Of each operation it is known when it leaves the first axis
-alone; and played of all rows, the operations have to come out as the very graph that was recorded.
+The recorded `sanitize` is replayed on some rows instead of all. That a row equals that of the whole
+tensor is proved, not tested: each operation is known to leave the first axis alone or not, and
+replaying all rows must reproduce the recorded graph exactly.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import mlx.core as mx
 
 from toastkit.store.graph import CONSTANT, STORED, Graph
 
-# Operations after which the same bytes lie in the same order.
+# Operations that keep the bytes in the same order.
 SAME_BYTES = {"View", "Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims"}
-Part = tuple[str, int, int | None]  # of a stored tensor: name, first, stop; stop None for all of it
+Part = tuple[str, int, int | None]  # of a stored tensor: name, first, stop (None: all of it)
 
 
 class Operation(NamedTuple):
-    """run(arguments, operands...): does it again; of several results it gives a list. by_row(
-    arguments): whether row n of the result is made of row n of the operands alone, where both have
-    as many."""
+    """run(arguments, operands...): replays it; gives a list if it has several results.
+    by_row(arguments): True if row n of the result depends on row n of the operands only, where both
+    have as many."""
 
     run: Callable[..., Any]
     by_row: Callable[[Sequence[Any]], bool] = lambda _: True
@@ -57,14 +57,14 @@ OPERATIONS = {
         lambda _: False,
     ),
     "Broadcast": Operation(lambda a, x: mx.broadcast_to(x, a[0])),
-    # Codes of 8 bits, see graph.py: what they are of becomes numbers in the next operation.
+    # 8-bit codes, see graph.py: passed on, the next operation decodes them.
     "Square": Operation(lambda _, x: x),
 }
 
 
 class ByRow:
-    """A tensor whose rows are computed by themselves. kinds: of the nodes that it is made of,
-    whether they have a row for each of its own; None where each of its rows is a node."""
+    """A tensor whose rows are computed one at a time. kinds: for each node it depends on, whether
+    that has one row per row of the tensor; None if every row is a node of its own."""
 
     def __init__(self, graph: Graph, number: int, kinds: Mapping[int, bool] | None):
         self._graph, self._number, self._kinds = graph, number, kinds
@@ -72,20 +72,20 @@ class ByRow:
         self._has_rows = {n.arguments[0]: kind for n, kind in nodes if n.operation == STORED}
 
     def parts(self, start: int, stop: int) -> list[Part]:
-        """What rows start:stop are made of."""
+        """The stored parts that rows start:stop are computed from."""
         if self._kinds is None:
             nodes = self._graph[self._number].operands[start:stop]
             return [(name, 0, None) for name in self._graph.stored_below(nodes)]
         return [(n, start, stop) if by else (n, 0, None) for n, by in self._has_rows.items()]
 
     def piece(self, row_bytes: Callable[[str], int]) -> tuple[str, int, int] | None:
-        """Where a row lies as it is in the same row of a stored tensor: its name, first byte, size
-        in bytes; None where it does not, in one piece. row_bytes: of a row of a stored tensor."""
+        """Locate a row that is stored unchanged and contiguous in the same row of a stored tensor:
+        (name, first byte, bytes), else None. row_bytes: bytes per row of a stored tensor."""
         return None if self._kinds is None else _piece(self._graph, self._number, row_bytes)
 
     def make(self, start: int, stop: int, read: Mapping[Part, mx.array]) -> mx.array:
-        """Those rows, (rows, ...) of the dtype of the tensor, lazy. read: their parts, in the
-        stored dtype, and others."""
+        """Compute those rows, (rows, ...) in the tensor's dtype, lazily. read: at least their
+        parts, in the stored dtype."""
         given = {part[0]: read[part] for part in self.parts(start, stop)}
         if self._kinds is not None:
             return _played(self._graph, self._number, given, self._kinds, stop - start)
@@ -94,8 +94,8 @@ class ByRow:
 
 
 def by_row(graph: Graph, number: int, blank: Callable[[str], mx.array]) -> ByRow | None:
-    """How rows of the tensor that a node is are computed; None where that cannot be proved. blank:
-    gives an array of a stored tensor's shape, such as (rows, columns), and dtype."""
+    """Return how to compute rows of a node's tensor; None if that cannot be proved. blank: makes an
+    array of a stored tensor's shape, such as (rows, columns), and dtype."""
     node = graph[number]
     count = node.shape[0] if node.shape else 0
     kinds: dict[int, bool | None] | None = None
@@ -114,8 +114,8 @@ def by_row(graph: Graph, number: int, blank: Callable[[str], mx.array]) -> ByRow
 
 
 def _kind(graph: Graph, number: int, count: int, known: dict[int, bool | None]) -> bool | None:
-    """Whether a node has a row for each of so many of a tensor, made of those rows alone, or
-    whether it is the same for all of them; None for neither. known: of what has been looked at."""
+    """True if a node has one row for each of the tensor's `count`, computed from those rows only;
+    False if it is the same for all rows; None for neither. known: memo."""
     if number not in known:
         known[number] = _kind_of(graph, number, count, known)
     return known[number]
@@ -143,7 +143,7 @@ def _kind_of(graph: Graph, number: int, count: int, known: dict[int, bool | None
 def _piece(
     graph: Graph, number: int, row_bytes: Callable[[str], int]
 ) -> tuple[str, int, int] | None:
-    """As ByRow.piece, of a node that has rows."""
+    """As ByRow.piece, for a node that has rows."""
     node = graph[number]
     if node.operation == STORED:
         name = node.arguments[0]
@@ -175,8 +175,8 @@ def _played(
     kinds: Mapping[int, bool] = MappingProxyType({}),
     count: int = 0,
 ) -> mx.array:
-    """What a node is of other arrays. given: by stored name. kinds: nodes that have so many rows
-    now in place of those that were recorded."""
+    """Recompute a node from other arrays. given: by stored name. kinds: nodes that have `count`
+    rows now instead of the recorded number."""
     node = graph[number]
     if node.operation in (STORED, CONSTANT):
         return given[node.arguments[0]] if node.operation == STORED else node.arguments[0]

@@ -1,7 +1,7 @@
-"""Reading past the system's cache of files: from the disk into the memory of an array.
+"""Direct I/O: read from the disk into an array's memory, bypassing the page cache.
 
-The system wants whole pages. Where file and memory lie in them alike, bytes go where they belong;
-else, and where they share a page with others, they go through memory between and are copied.
+Direct reads work in whole pages. Where file and memory are aligned alike, bytes go straight to
+their place; elsewhere, and in pages shared with other bytes, through a bounce buffer.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import cast
 
-PAGE = 4096  # no disk or system wants larger ones
-BETWEEN_BYTES = 4 << 20  # memory between, of a thread
+PAGE = 4096  # no disk or system needs larger ones
+BETWEEN_BYTES = 4 << 20  # bounce buffer, per thread
 LARGE_PAGE = 2 << 20
-LEAST_STRAIGHT = 64 << 10  # bytes of memory that is worth a place of its own in a call
-CACHESTAT = 451  # the system call, on all processors; Linux 6.5
+LEAST_STRAIGHT = 64 << 10  # bytes of memory that deserve their own buffer in a call
+CACHESTAT = 451  # system call number, on all processors; Linux 6.5
 
 
 class DirectReads:
-    """possible: whether this system can, as far as is known. opened: descriptors, by those of the
-    same files with the cache; whoever closes these closes them. For several threads."""
+    """Direct reads; thread-safe. possible: whether this system supports them, as far as is known.
+    opened: direct descriptors, by the buffered descriptor of the same file; whoever closes those
+    closes them."""
 
     def __init__(self) -> None:
         self.opened: dict[int, int] = {}
@@ -34,13 +35,13 @@ class DirectReads:
         self.possible = sys.platform == "linux" and hasattr(os, "O_DIRECT")
 
     def read(self, fd: int, views: Sequence[memoryview], start: int) -> int | None:
-        """Reads what a file has from byte `start` on into views, one after another. fd: the file,
-        opened as usual. Returns how many bytes, 0 at the end of the file; None where this system
-        cannot, or has most of it in its cache. Raises OSError."""
+        """Read from byte `start` of a file into views, one after another. fd: the file, opened as
+        usual. Return the number of bytes, 0 at the end of the file; None if the system cannot, or
+        has most of them in the page cache. Raises OSError."""
         size = sum(map(len, views))
         if not self.possible or not self._is_outside_cache(fd, start, size):
             return None
-        first = at = start // PAGE * PAGE  # the call is laid out from there to here
+        first = at = start // PAGE * PAGE  # the call covers everything from there to here
         between, used = self._between(), 0
         buffers: list[memoryview] = []
         copies: list[tuple[int, memoryview, int]] = []
@@ -55,13 +56,13 @@ class DirectReads:
                 at, used = at + more, used + more
             copies.append((position, memory, used - (at - position)))
             if at < position + len(memory):
-                break  # the rest is for the next call
+                break  # left to the next call
         try:
             count = os.preadv(self._direct(fd), buffers, first)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT):
                 raise
-            self.possible = False  # a file system that cannot, or none at /proc
+            self.possible = False  # the file system does not support it, or there is no /proc
             return None
         for position, memory, offset in copies:
             count_here = max(0, min(len(memory), first + count - position))
@@ -76,7 +77,7 @@ class DirectReads:
             return self.opened[fd]
 
     def _between(self) -> memoryview:
-        """Memory of this thread, BETWEEN_BYTES, in large pages."""
+        """This thread's bounce buffer, BETWEEN_BYTES, in huge pages."""
         if not hasattr(self._own, "between"):
             found = unwritten(BETWEEN_BYTES + LARGE_PAGE)
             if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -86,11 +87,11 @@ class DirectReads:
         return self._own.between
 
     def _is_outside_cache(self, fd: int, start: int, size: int) -> bool:
-        """Whether the system's cache has less than half of those bytes of a file."""
+        """True if less than half of those bytes of a file are in the page cache."""
         where = (ctypes.c_uint64 * 2)(start, size)
-        found = (ctypes.c_uint64 * 5)()  # pages in the cache, and what else there is to know
+        found = (ctypes.c_uint64 * 5)()  # cached pages, then other counts
         if _system().syscall(CACHESTAT, fd, where, found, 0):
-            self.possible = False  # an older system does not say
+            self.possible = False  # an older system
             return False
         return found[0] * mmap.PAGESIZE * 2 < size
 
@@ -101,8 +102,8 @@ def _system() -> ctypes.CDLL:
 
 
 def _pieces(views: Sequence[memoryview], start: int) -> Iterator[tuple[int, memoryview, bool]]:
-    """Memory in the order of a file: first byte in the file, memory, and whether that is whole
-    pages in both."""
+    """Yield memory in file order: (first byte in the file, memory, whether it is whole pages in
+    both)."""
     for memory in filter(len, views):
         lead = -start % PAGE
         whole = (len(memory) - lead) // PAGE * PAGE
@@ -115,8 +116,8 @@ def _pieces(views: Sequence[memoryview], start: int) -> Iterator[tuple[int, memo
 
 
 def unwritten(size: int) -> memoryview:
-    """So many bytes of memory, one or more, that read as zeros and take none before they are
-    written: a bytearray is written to, all of it, when it is made."""
+    """Return `size` >= 1 bytes that read as zeros and take no memory until written, unlike a
+    bytearray, which is filled when created."""
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 

@@ -1,4 +1,4 @@
-"""The types that weights and activations may be cast to when a model is loaded, and their bytes."""
+"""The dtypes that weights and activations may be cast to on loading, and arrays as bytes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 def activation_dtype(on_cpu: bool) -> str | None:
-    """The dtype a checkpoint runs in unless told otherwise: float32 on the CPU, where MLX emulates
-    the 16-bit types, and the checkpoint's own (None) elsewhere."""
+    """The default dtype of activations: float32 on the CPU, where MLX emulates the 16-bit types;
+    elsewhere the checkpoint's own (None)."""
     return "float32" if on_cpu else None
 
 
 class Loading(NamedTuple):
-    """What weights are loaded for. dtype: of activations, that weights are cast to, a key of
-    DTYPES; None for their own. native: products are computed by toastkit.native. narrow: and the
-    16-bit numbers that these multiply are not cast, which gives the same to the bit. exact: and
-    activations are not rounded for them. kv_dtype: see kv_bits.py."""
+    """How weights are loaded. dtype: of activations, a key of DTYPES that weights are cast to; None
+    for their own. native: matrix products are computed by toastkit.native. narrow: 16-bit weights
+    of these products are not cast, which gives the same to the bit. exact: activations are not
+    rounded for them. kv_dtype: see kv_bits.py."""
 
     dtype: str | None = None
     native: bool = False
@@ -32,12 +32,12 @@ class Loading(NamedTuple):
 
     @property
     def cast(self) -> mx.Dtype | None:
-        """The dtype as MLX has it."""
+        """The dtype of activations in MLX."""
         return None if self.dtype is None else DTYPES[self.dtype]
 
     @property
     def kept(self) -> mx.Dtype | None:
-        """The dtype of keys and values as MLX has it."""
+        """The dtype of keys and values in MLX."""
         return None if self.kv_dtype is None else getattr(mx, self.kv_dtype)
 
 
@@ -45,9 +45,9 @@ AS_STORED = Loading()
 
 
 def loading(asked: str | None, on_cpu: bool, native: Status, kv_bits: int | None = None) -> Loading:
-    """What weights are loaded for unless told otherwise. asked: the dtype that somebody names,
-    which all of them are cast to. native: whether products are, and how. kv_bits, UsageError: as
-    of `kv_bits.kv_dtype`."""
+    """Return how to load weights. asked: the dtype requested, to which all weights are cast.
+    native: whether and how products are computed natively. kv_bits: as in `kv_bits.kv_dtype`, with
+    its UsageError."""
     narrow, dtype = native.on and asked is None, asked or activation_dtype(on_cpu)
     return Loading(dtype, native.on, narrow, native.exact, kv_dtype(dtype, kv_bits))
 

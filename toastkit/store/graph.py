@@ -1,7 +1,7 @@
-"""What a function does with stored tensors, recorded as a graph in which nothing is computed.
+"""Record what a function does with stored tensors as a graph, without computing anything.
 
-Operation, arguments and operands are one number in all graphs of a recorder: where the same number
-comes out, the same is computed, to the last constant.
+A node (operation, arguments, operands) has one number across all graphs of a recorder: equal
+numbers mean the same computation, to the last constant.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Function = Callable[[dict[str, mx.array]], dict[str, mx.array]]
 
 
 class Node(NamedTuple):
-    """An array. operation: MLX's name of it, STORED or CONSTANT. arguments: of the operation; the
-    name of what is stored, the value of a constant. operands: numbers of nodes. result: which of
-    the operation's it is. shape: such as (rows, columns)."""
+    """An array. operation: MLX's name, or STORED or CONSTANT. arguments: of the operation; the name
+    of a stored tensor; the value of a constant. operands: node numbers. result: which of the
+    operation's results it is. shape: such as (rows, columns)."""
 
     operation: str
     arguments: tuple
@@ -34,7 +34,7 @@ class Node(NamedTuple):
 
 
 class Graph:
-    """The nodes of all functions that were recorded, by number."""
+    """The nodes of all recorded functions, by number."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple, int] = {}
@@ -44,8 +44,9 @@ class Graph:
         return self._nodes[number]
 
     def record(self, function: Function, given: Mapping[str, mx.array]) -> dict[str, int]:
-        """The node of each tensor that a function makes of stored ones, of which only shape, such
-        as (rows, columns), and dtype count. Nothing where it fails, as where it looks at values."""
+        """Return the node of each tensor that a function makes of stored ones, of which only the
+        shape, such as (rows, columns), and dtype matter. Empty if it fails, as it does if it reads
+        values."""
         names = list(given)
         found: list[str] = []
         nodes: dict[str, int] = {}
@@ -83,8 +84,7 @@ class Graph:
         return {name: nodes[identity] for name, identity in zip(found, outputs)}
 
     def _number(self, node: Node, arguments: Any = None) -> int:
-        """arguments: in place of the node's own, which tell it from others by what they look
-        like."""
+        """arguments: a stand-in for the node's own in its identity."""
         arguments = repr(node.arguments) if arguments is None else arguments
         key = (node.operation, arguments, node.operands, node.result)
         number = self._numbers.setdefault(key, len(self._nodes))
@@ -93,7 +93,7 @@ class Graph:
         return number
 
     def stored_below(self, numbers: Iterable[int]) -> list[str]:
-        """The stored tensors that nodes are made of."""
+        """The stored tensors that nodes depend on."""
         numbers = list(numbers)
         found, seen, left = [], set(numbers), numbers
         while left:
@@ -107,9 +107,9 @@ class Graph:
 
 @contextmanager
 def _recordable() -> Iterator[None]:
-    """Lets a function call what MLX cannot record. In this thread something else is recorded in its
-    place: for an array that is to lie in one piece the array, which is the same, and for codes of 8
-    bits their square, which nobody wants of bytes."""
+    """Let a function call what MLX cannot record. In this thread something else is recorded
+    instead: for `contiguous` the array itself, which is equal; for 8-bit codes their square, which
+    nobody computes of bytes."""
     thread = threading.get_ident()
     records: dict[str, Callable] = {
         "contiguous": lambda array, *_, **__: array[...],

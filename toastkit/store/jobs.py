@@ -1,4 +1,4 @@
-"""What a reader is told to read: an array of its own, or memory that somebody has for it."""
+"""Units of work for a reader: an array of its own, or caller-owned memory to fill."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from toastkit.store.raw import DTYPES, Span
 
 
 def host_writes() -> bool:
-    """Whether the device computes on memory that the host can write: the CPU and Metal do."""
+    """True if the device computes on memory that the host can write, as the CPU and Metal do."""
     return mx.default_device() == mx.Device(mx.cpu) or mx.metal.is_available()
 
 
 @dataclass(frozen=True)
 class Job:
-    """One array to be read. spans: of the files, in the order of its bytes. dtype: as safetensors
-    names it. widened: "BF16" or "F16" is to become float32 as it is read. inside: the same for
-    arrays whose spans alternate in a file, and which are read together if they are waited for
-    together; None for one by itself."""
+    """One array to read. spans: of the files, in byte order of the array. dtype: in safetensors'
+    terms. widened: "BF16" or "F16" becomes float32 while reading. inside: equal for arrays whose
+    spans interleave in a file, which are read together if they are waited for together; None for an
+    array by itself."""
 
     spans: tuple[Span, ...]
     dtype: str
@@ -44,14 +44,14 @@ class Job:
         return mx.float32 if self.widened else DTYPES[self.dtype][1]
 
     def array(self, memory: mx.array) -> mx.array:
-        """The array, of `shape`, such as (rows, columns), and `result_dtype`, whose bytes lie in
-        memory, uint8 (N, M): one of its own for each who asks."""
+        """View memory, uint8 (N, M), as the array, of `shape`, such as (rows, columns), and
+        `result_dtype`; a new object for each caller."""
         return memory.view(self.result_dtype).reshape(self.shape)
 
 
 class Piece(NamedTuple):
-    """Memory to be read into. spans, widened: as of Job. dtype: of what is widened, as of Job.
-    view: its bytes."""
+    """Memory to read into. spans, widened, dtype: as in Job; dtype matters only if widened. view:
+    its bytes."""
 
     spans: tuple[Span, ...]
     dtype: str
@@ -66,9 +66,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Filling:
-    """Pieces of memory, an expert's say, that one thread reads into, those that lie side by side in
-    the file at once. Whoever asks for it keeps the memory, and leaves it alone until it is read, or
-    was withdrawn."""
+    """Caller-owned memory, of an expert, say, that one thread fills, reading file neighbours in one
+    call. The caller keeps the memory alive, and does not touch it until it is read or withdrawn."""
 
     pieces: tuple[Piece, ...]
     inside: None = None
@@ -84,4 +83,4 @@ class Filling:
         return sum(len(piece.view) for piece in self.pieces)
 
     def array(self, memory: object) -> None:
-        """No array is made of it."""
+        """Return None: it makes no array."""

@@ -1,4 +1,4 @@
-"""The one account of bytes on the device, by who keeps them there."""
+"""Account of device memory by owner."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 
 EMBEDDING, OUTSIDE, EXPERTS, GEARS = "embedding", "outside", "experts", "gears"
-CACHE, SESSIONS = "cache", "sessions"  # of runs under way; of finished conversations
-READING = "reading"  # what is being read ahead
+CACHE, SESSIONS = "cache", "sessions"  # of active runs; of idle conversations
+READING = "reading"  # read ahead, not yet taken
 
 
 def layer_owner(index: int) -> str:
@@ -17,10 +17,10 @@ def layer_owner(index: int) -> str:
 
 class Ledger:
     """Device bytes by owner: "embedding", "layer.7", "experts", "gears", "cache", "sessions",
-    "reading", "outside". True at every moment: weights are entered as they come and go, and what
-    grows by itself, such as caches, is measured when somebody asks.
+    "reading", "outside". Always current: weights are entered as they come and go; what grows by
+    itself, such as a cache, is measured on demand.
 
-    lock: held while weights change. To read the account takes none: whoever asks never waits.
+    lock: held while weights change. Reading takes no lock and never blocks.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Ledger:
         self._meters: dict[str, Callable[[], int]] = {}
 
     def add(self, owner: str, count: int) -> None:
-        """Adds bytes (negative: takes them away). Raises ValueError below zero."""
+        """Add bytes (negative: remove). Raises ValueError below zero."""
         with self.lock:
             total = self._bytes.get(owner, 0) + count
             if total < 0:
@@ -37,7 +37,7 @@ class Ledger:
             self._bytes[owner] = total
 
     def measure(self, owner: str, meter: Callable[[], int]) -> None:
-        """Has an owner's bytes measured by a function from now on, beside what was added."""
+        """Measure an owner's bytes with a function from now on, on top of those added."""
         self._meters[owner] = meter
 
     def of(self, owner: str) -> int:
@@ -50,6 +50,6 @@ class Ledger:
         return sum(self.by_owner().values())
 
     def by_owner(self) -> dict[str, int]:
-        """Bytes of each owner that keeps any."""
+        """Bytes by owner, without zeros."""
         owners = dict.fromkeys([*self._bytes, *self._meters])
         return {owner: count for owner in owners if (count := self.of(owner))}

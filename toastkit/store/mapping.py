@@ -1,9 +1,8 @@
-"""Tensors where the files have them: mapped, so that nothing is read before it is used, and all
-processes have one copy in common, which is the system's cache of files.
+"""Memory-mapped tensors: read on first use, and shared by all processes through the page cache.
 
-A file that another takes the place of stays as it was for who has mapped it. One that is written to
-is found out (`check`); one that is made shorter ends the process that reads what is gone, with a
-line (see glue/memory.cpp).
+A file that is replaced stays as it was for whoever has mapped it. Writing to one is detected
+(`check`); truncating one ends the process that reads what is gone, with a message
+(see glue/memory.cpp).
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ import mlx.core as mx
 from toastkit.model.safetensors import Entry
 from toastkit.store.raw import DTYPES, RawTensors
 
-LARGE_PAGE = 2 << 20  # where maps begin that the system may put on large pages
-POPULATE_READ = 22  # of madvise: brings pages there are to be; Linux 5.14
-AHEAD_BYTES = 16 << 20  # of one such call: between two, it can be stopped
+LARGE_PAGE = 2 << 20  # maps start at multiples, so that the system can use huge pages
+POPULATE_READ = 22  # of madvise: prefaults pages for reading; Linux 5.14
+AHEAD_BYTES = 16 << 20  # per madvise call; `close` can stop between two
 
-Place = tuple[Path, Entry]  # of a tensor, as Store.source has it
+Place = tuple[Path, Entry]  # of a tensor, as in Store.source
 
 
 class _File(NamedTuple):
-    """A file. region: that it is mapped into. lead: where in that the file begins. address: the
-    address of the file's first byte. fd, size, time: the file when it was mapped."""
+    """A mapped file. region: it is mapped into this, from byte `lead` on. address: of the file's
+    first byte. fd, size, time: the file when it was mapped."""
 
     region: Any
     lead: int
@@ -42,9 +41,10 @@ class _File(NamedTuple):
 
 
 class MappedFiles:
-    """The files of a checkpoint, mapped. make_region(nbytes): a regions.Region.
+    """The mapped files of a checkpoint. make_region(nbytes): a regions.Region.
 
-    Raises OSError where the system will not map one of them, or has no addresses left."""
+    Raises OSError if the system will not map one, or has no addresses left.
+    """
 
     def __init__(self, raw: RawTensors, make_region: Callable[[int], Any]):
         self._raw = raw
@@ -54,8 +54,8 @@ class MappedFiles:
         self.closed = False
 
     def arrays(self, places: Mapping[Any, Place | None]) -> dict[Any, mx.array]:
-        """Tensors, each of its stored shape, such as (rows, columns), and dtype, evaluated; nothing
-        is read. Not among them are those that it does not hold."""
+        """Return tensors, each of its stored shape, such as (rows, columns), and dtype, evaluated;
+        nothing is read. Those that it does not hold are left out."""
         found = {}
         for key, place in places.items():
             if place is not None and self.holds(place):
@@ -65,22 +65,21 @@ class MappedFiles:
         return found
 
     def holds(self, place: Place) -> bool:
-        """Whether a tensor lies in the files as it is, and an array can begin where it does."""
+        """True if a tensor is stored unchanged, and aligned for an array."""
         path, entry = place
         whole = entry.inside is None and entry.nbytes > 0 and entry.stop <= self._files[path].size
         return whole and entry.start % DTYPES[entry.dtype][1].size == 0
 
     def check(self) -> None:
-        """Raises DataError where a file is no longer what was mapped. Costs a system call a
-        file."""
+        """Raise DataError if a file is not the one that was mapped. One system call per file."""
         for file in () if self.closed else self._files.values():
             now = os.fstat(file.fd)
             if (now.st_size, now.st_mtime_ns) != (file.size, file.time):
                 raise self._raw.changed()
 
     def read_ahead(self, places: Iterable[Place]) -> None:
-        """Has a thread bring the pages of tensors, in their order: no product waits for one then,
-        or for the disk. What of this is not done by `close` is left."""
+        """Prefault the pages of tensors on a thread, in order, so that no product waits for a page
+        fault or the disk. `close` drops the rest."""
         self._ahead = [
             (start, min(start + AHEAD_BYTES, stop))
             for first, stop in _joined(starmap(self._pages, places))
@@ -91,12 +90,12 @@ class MappedFiles:
             thread = threading.Thread(target=self._bring, name="pages", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # there are no more of this user: products wait
+            except RuntimeError:  # thread limit reached: products wait instead
                 return
             self._thread = thread
 
     def _bring(self) -> None:
-        advise = ctypes.CDLL(None, use_errno=True).madvise  # without Python's lock
+        advise = ctypes.CDLL(None, use_errno=True).madvise  # releases the GIL
         advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         while self._ahead:
             start, stop = self._ahead.pop()
@@ -104,13 +103,13 @@ class MappedFiles:
                 advise(start, stop - start, mmap.MADV_WILLNEED)
 
     def _pages(self, path: Path, entry: Entry) -> tuple[int, int]:
-        """The addresses of the pages that have anything of a tensor."""
+        """The address range of a tensor's pages."""
         start = self._files[path].address
         first, stop = start + entry.start, start + entry.stop
         return first // mmap.PAGESIZE * mmap.PAGESIZE, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def close(self) -> None:
-        """Brings no more pages, and looks at no file any more. Arrays stay usable."""
+        """Stop prefaulting and checking files. Arrays stay usable."""
         self._ahead, self.closed = [], True
         if self._thread is not None:
             self._thread.join()
@@ -118,7 +117,7 @@ class MappedFiles:
 
 
 def _mapped(raw: RawTensors, path: Path, make_region: Callable[[int], Any]) -> _File:
-    """Maps a file to where large pages of it can be large pages of memory."""
+    """Map a file at an address where it can be backed by huge pages."""
     fd = raw.descriptor(path)
     about = os.fstat(fd)
     region = make_region(about.st_size + LARGE_PAGE)
@@ -130,12 +129,12 @@ def _mapped(raw: RawTensors, path: Path, make_region: Callable[[int], Any]) -> _
         try:
             region.advise(lead, about.st_size, mmap.MADV_HUGEPAGE)
         except OSError:
-            pass  # a system without them
+            pass  # not supported
     return _File(region, lead, first + lead, fd, about.st_size, about.st_mtime_ns)
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans of addresses, those in one that touch each other one after another."""
+    """Merge consecutive address ranges that touch."""
     found: list[tuple[int, int]] = []
     for first, stop in spans:
         if found and found[-1][0] <= first <= found[-1][1]:

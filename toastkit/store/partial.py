@@ -1,7 +1,7 @@
-"""Outputs that appear whole or not at all: made beside their place, as NAME.partial, then renamed.
+"""Atomic outputs: written beside their place, as NAME.partial, then renamed.
 
-Whoever makes one holds flock on it, so that two processes do not make the same at once, and what a
-killed process left behind is taken over by the next one instead of filling the disk for ever.
+The writer holds flock on it: two processes never make the same output at once, and what a killed
+process left behind is taken over by the next instead of filling the disk.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from toastkit.model.info import human
 from toastkit.private_files import sync_directory, try_lock
 
 SUFFIX = ".partial"
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # some network shares
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # network shares
 
 
 class Partial:
-    """A file, or a directory of files, on its way to `path`. A context manager: it is removed on
-    leaving unless `publish` was called.
+    """A file, or a directory of files, on its way to `path`. A context manager: removed on exit
+    unless `publish` was called.
 
-    beside: where it is made, readable by nobody else until then. fd: open on it. mask: the umask.
-    Raises BusyError while another process makes it, CannotCreateError or IOFailure where it cannot
-    be made; a directory may be put in the place of an empty one and of nothing else.
+    beside: where it is written, private until then. fd: open on it. mask: the umask.
+    Raises BusyError while another process writes it, CannotCreateError or IOFailure if it cannot be
+    created; a directory replaces an empty one and nothing else.
     """
 
     def __init__(self, path: Path, directory: bool = False):
@@ -36,7 +36,7 @@ class Partial:
         self._directory = directory
         self._doing = "make" if directory else "write"
         self._published = False
-        # There is no other way to ask; a file that another thread makes meanwhile is only private.
+        # The only way to read it; a file that another thread creates meanwhile is merely private.
         self.mask = os.umask(0o077)
         os.umask(self.mask)
         with self.reported():
@@ -49,7 +49,7 @@ class Partial:
             self.fd = self._claim()
 
     def _claim(self) -> int:
-        """A descriptor of the empty output, locked."""
+        """Return a locked descriptor of the empty output."""
         while True:
             self._look()
             if self._directory:
@@ -67,7 +67,7 @@ class Partial:
                     self._empty(fd)
                     return fd
             except FileNotFoundError:
-                pass  # its maker was just done with it
+                pass  # its writer has just finished with it
             except BaseException:
                 os.close(fd)
                 raise
@@ -93,7 +93,7 @@ class Partial:
                 raise
 
     def _empty(self, fd: int) -> None:
-        """Removes what a killed process left in it."""
+        """Remove what a killed process left in it."""
         if not self._directory:
             os.ftruncate(fd, 0)
             return
@@ -104,7 +104,7 @@ class Partial:
                 path.unlink()
 
     def check_room(self, size: int) -> None:
-        """Sees at once, not after an hour, that so many bytes cannot fit. Raises IOFailure."""
+        """Raise IOFailure at once, not after an hour, if `size` bytes cannot fit."""
         try:
             system = os.statvfs(self.beside)
         except OSError:
@@ -117,7 +117,7 @@ class Partial:
             )
 
     def publish(self) -> None:
-        """Makes it durable and gives it its name. Raises CannotCreateError, IOFailure."""
+        """Make it durable and give it its name. Raises CannotCreateError, IOFailure."""
         with self.reported():
             os.fchmod(self.fd, (0o777 if self._directory else 0o666) & ~self.mask)
             os.fsync(self.fd)
@@ -126,11 +126,11 @@ class Partial:
             sync_directory(self.path.absolute().parent)
 
     def reported(self) -> AbstractContextManager[None]:
-        """For writes to it: an OSError inside is raised as its CannotCreateError or IOFailure."""
+        """Guard writes to it: turn an OSError into its CannotCreateError or IOFailure."""
         return reported_as(f"cannot {self._doing} {self.path}", creating=True)
 
     def discard(self) -> None:
-        """Removes it, unless it is published. May be called again."""
+        """Remove it, unless published. Idempotent."""
         if self.fd < 0:
             return
         try:
@@ -143,7 +143,7 @@ class Partial:
         except OSError:
             pass  # the failure to report is the one that led here
         fd, self.fd = self.fd, -1
-        os.close(fd)  # last: until here nobody else may take it over
+        os.close(fd)  # last: the lock keeps others out until here
 
     def __enter__(self) -> Partial:
         return self

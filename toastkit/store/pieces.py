@@ -1,5 +1,5 @@
-"""The pieces of a checkpoint that is being written: each knows what it writes, and how to get it
-without holding more than a tensor, and of one that lies in a file no more than a block of rows."""
+"""Pieces of a checkpoint being written. Each produces its tensors holding no more than one at a
+time, or a block of rows of one that lies in a file."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from toastkit.store.raw import DTYPES
 from toastkit.store.store import Store
 from toastkit.store.writer import Planned, TensorWriter
 
-READ_BYTES = 8 << 20  # of a tensor, that are read at a time
-# Of those, that are converted at a time: it takes several times as much memory, in float32.
+READ_BYTES = 8 << 20  # of a tensor, per read
+# of those, per conversion: it takes several times as much memory, in float32
 BLOCK_BYTES = 2 << 20
 DTYPE_NAMES = {mx.float64: "F64", mx.complex64: "C64"}
 DTYPE_NAMES.update((kind, name) for name, (_, kind) in DTYPES.items() if not name.startswith("F8"))
@@ -26,24 +26,24 @@ Conversion = Callable[[mx.array], dict[str, mx.array]]  # rows -> rows of each p
 
 
 class Piece(NamedTuple):
-    """One or more tensors of the output, in order. write: writes them; raises what TensorWriter and
-    Store do, RuntimeError where MLX cannot read a file."""
+    """One or more output tensors, in order. write: writes them; raises what TensorWriter and Store
+    do, and RuntimeError if MLX cannot read a file."""
 
     planned: list[Planned]
     write: Callable[[TensorWriter], None]
 
 
 class Recipe(NamedTuple):
-    """A tensor of the store, and what is written of it. names: in the file, of the parts of which
-    it is there, in order. convert: cast, quantised or both: rows of the tensor -> the same rows of
-    each part; it works along the last axis. None where the tensor is written as it is."""
+    """A tensor of the store and what is written of it. names: names in the file of those of its
+    parts that are present, in order. convert: casts, quantises or both: rows of the tensor -> the
+    same rows of each part, working along the last axis; None if it is written unchanged."""
 
     tensor: str
     names: dict[str, str]
     convert: Conversion | None = None
 
     def parts(self, store: Store) -> list[Part]:
-        """What is written, with the name in the file, the dtype and the whole shape of each."""
+        """The parts to write, each with its name in the file, dtype and full shape."""
         shape, source = store.shape(self.tensor), store.source(self.tensor)
         sample = self.converted(
             mx.zeros((*(1 for _ in shape[:-1]), *shape[-1:]), store.dtype(self.tensor))
@@ -58,20 +58,20 @@ class Recipe(NamedTuple):
         return found
 
     def converted(self, rows: mx.array) -> dict[str, mx.array]:
-        """Rows of the tensor, (..., columns) in its dtype, as those of each part, lazy."""
+        """Convert rows of the tensor, (..., columns) in its dtype, to those of each part,
+        lazily."""
         return {next(iter(self.names)): rows} if self.convert is None else self.convert(rows)
 
 
 def literal(name: str, data: bytes, group: str) -> Piece:
-    """A piece of bytes at hand, such as config.json."""
+    """A piece of given bytes, such as config.json."""
     planned = [Planned(name, "U8", (len(data),), group)]
     return Piece(planned, lambda writer: writer.write(name, data) if data else None)
 
 
 def tensor_by_tensor(store: Store, recipe: Recipe, group: str) -> Piece:
-    """One tensor of the store, (..., columns), by itself: copied, or converted block by block. Of
-    the parts the first goes straight to the file, the others, which are much smaller, wait for
-    their turn."""
+    """One tensor of the store, (..., columns): copied, or converted block by block. The first part
+    goes straight to the file; the others, much smaller, are buffered until their turn."""
     planned = [Planned(*part, group) for part in recipe.parts(store)]
     source = store.source(recipe.tensor)
     if recipe.convert is None and source is not None and source[1].inside is None:
@@ -95,9 +95,9 @@ def tensor_by_tensor(store: Store, recipe: Recipe, group: str) -> Piece:
 
 
 def expert_by_expert(store: Store, path: str, recipes: Sequence[Recipe], group: str) -> Piece:
-    """The stacks of a module that holds experts, (experts, ...) each, as one tensor of bytes,
-    (experts, bytes of an expert): what an expert has of each part lies together. path: of the
-    module. Raises UsageError for stacks that have not as many experts each."""
+    """Pack a module's stacks of experts, (experts, ...) each, into one tensor of bytes,
+    (experts, bytes of an expert), so that each expert's parts are contiguous. path: of the module.
+    Raises UsageError if the stacks differ in their number of experts."""
     whole = [part for recipe in recipes for part in recipe.parts(store)]
     experts = {part.shape[0] for part in whole}
     if len(experts) != 1 or any(part.dtype in ("F64", "C64") for part in whole):
@@ -108,7 +108,7 @@ def expert_by_expert(store: Store, path: str, recipes: Sequence[Recipe], group: 
     places = {full.name: (at, part.nbytes) for full, at, part in zip(whole, offsets, parts)}
 
     def write(writer: TensorWriter) -> None:
-        # What is computed of others is made once, and not for every block.
+        # What must be computed whole is computed once, not per block.
         made = store.read([r.tensor for r in recipes if store.is_whole(r.tensor)])
         step = max(1, READ_BYTES // row)
         for start in range(0, count, step):
@@ -132,8 +132,8 @@ def expert_by_expert(store: Store, path: str, recipes: Sequence[Recipe], group: 
 
 
 def cast_to(dtype: mx.Dtype | None) -> Callable[[mx.array], mx.array]:
-    """Rows, (rows, columns) of any dtype -> the same in another dtype; None leaves them. Only
-    floating tensors are ever cast."""
+    """Return a function that casts rows, (rows, columns) of any dtype; None leaves them. Only
+    floating tensors are cast."""
 
     def cast(rows: mx.array) -> mx.array:
         floating = mx.issubdtype(rows.dtype, mx.floating)
@@ -143,8 +143,8 @@ def cast_to(dtype: mx.Dtype | None) -> Callable[[mx.array], mx.array]:
 
 
 def _converted_blocks(recipe: Recipe, rows: mx.array) -> Iterator[dict[str, memoryview]]:
-    """Rows of a tensor, (..., columns), as bytes of each part, by name, BLOCK_BYTES at a time; a
-    vector or a number as it is."""
+    """Yield rows of a tensor, (..., columns), as bytes of each part by name, BLOCK_BYTES at a time;
+    vectors and scalars unsplit."""
     blocks: Iterable[mx.array] = [rows]
     if rows.ndim >= 2:
         flat = rows.reshape(-1, rows.shape[-1])
@@ -159,7 +159,8 @@ def _converted_blocks(recipe: Recipe, rows: mx.array) -> Iterator[dict[str, memo
 
 
 def _read_blocks(store: Store, name: str) -> Iterator[mx.array]:
-    """A tensor, evaluated: in blocks along its first axis if it lies in a file, else whole."""
+    """Yield a tensor, evaluated: in blocks along its first axis if it lies in a file, else
+    whole."""
     shape, size = store.shape(name), store.nbytes(name)
     if len(shape) < 2 or size <= READ_BYTES or store.source(name) is None:
         whole = store.tensor(name)

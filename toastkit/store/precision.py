@@ -1,13 +1,13 @@
-"""The formats of the gears: whole numbers with one scale a row, symmetric around zero.
+"""Gear formats: integers with one scale per row, symmetric around zero.
 
 GEARBX, section 5: s = max|row| / qmax, not below a floor; q = clip(round(w / s), -qmax, qmax). A
-row stands for q * s, off by s / 2 at most. The numbers are stored as MLX packs its affine
+weight is q * s, with an error of at most s / 2. They are stored as MLX packs its affine
 quantisation, q + 2^(bits-1) with the same scale and bias in every group of a row, so that
 mx.quantized_matmul and mx.gather_qmm run them on every device.
 
 MLX's words, read as little-endian bytes, are the paper's packings (section 5.2): two 4-bit numbers
-a byte with offset 8, the first in the low half; four 6-bit numbers in three bytes with offset 32;
-four 2-bit numbers a byte with offset 2. Only 8 bits differ, in the uppermost: the paper's signed
+per byte with offset 8, the first in the low half; four 6-bit numbers in three bytes with offset 32;
+four 2-bit numbers per byte with offset 2. Only 8 bits differ, in the sign bit: the paper's signed
 byte is ours xor 0x80.
 """
 
@@ -19,16 +19,16 @@ import mlx.core as mx
 
 from toastkit.errors import DataError
 
-GROUP_SIZES = (128, 64, 32)  # that MLX has; in a large one the repeated scale costs less
+GROUP_SIZES = (128, 64, 32)  # supported by MLX; larger groups repeat the scale less often
 GEAR_BITS = {"low": 4, "mid": 8}
 LARGEST = {2: 1, 4: 7, 6: 31, 8: 127}  # bits -> qmax
 FLOOR, HALF_FLOOR = 1e-8, 1e-4  # of the scale; float16 has no smaller normal numbers to spare
-# What looks_quantised looks at, and how few values make it say yes: float weights have at least
-# 0.92 of what it expects, 8-bit ones in groups of 32 have up to 0.86 in rows of 192.
+# The sample of looks_quantised, and its threshold: float weights have at least 0.92 of the expected
+# distinct values, 8-bit ones in groups of 32 up to 0.86 in rows of 192.
 SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 1024
 FEW = 0.85
-LEAST = 128  # numbers; of fewer, chance may have made some equal
-BLOCK = 1 << 20  # numbers that are quantised at a time: what comes in between stays in the cache
+LEAST = 128  # numbers; among fewer, some may be equal by chance
+BLOCK = 1 << 20  # numbers quantised at a time: intermediates stay in the CPU cache
 
 
 class Rows(NamedTuple):
@@ -41,19 +41,19 @@ class Rows(NamedTuple):
 
 
 def group_size_of(columns: int) -> int | None:
-    """The group size in which rows of so many numbers are stored; None where MLX has none."""
+    """The group size for rows of that many columns; None if MLX has none."""
     return next((size for size in GROUP_SIZES if columns % size == 0 and columns), None)
 
 
 def padded(columns: int) -> int:
-    """The columns of a row that is filled up until MLX has a group size for it."""
+    """Columns of a row after padding to a length that MLX has a group size for."""
     return columns + -columns % GROUP_SIZES[-1]
 
 
 def row_bytes(bits: int, columns: int, scale_bytes: int) -> int:
-    """Bytes of a quantised row as it is stored: its numbers, and a scale and a bias for each group.
+    """Bytes of a quantised row as stored: its numbers, and a scale and a bias per group.
 
-    columns: of the original, at least 1; filled up to a multiple of 32. scale_bytes: of one scale.
+    columns: of the original, at least 1; padded to a multiple of 32. scale_bytes: of one scale.
     """
     stored = padded(columns)
     size = group_size_of(stored)
@@ -63,8 +63,8 @@ def row_bytes(bits: int, columns: int, scale_bytes: int) -> int:
 
 
 def empty_rows(shape: tuple[int, ...], bits: int, dtype: mx.Dtype) -> Rows:
-    """Zeros in place of the rows of matrices of that shape, (..., columns), as quantise_rows with
-    `pad` lays them out. dtype: of the scales. Raises ValueError for rows without columns."""
+    """Zeros laid out like quantise_rows with `pad` for matrices of that shape, (..., columns).
+    dtype: of the scales. Raises ValueError for rows without columns."""
     *outer, columns = shape
     stored = padded(columns)
     size = group_size_of(stored)
@@ -76,13 +76,13 @@ def empty_rows(shape: tuple[int, ...], bits: int, dtype: mx.Dtype) -> Rows:
 
 
 def quantise_rows(weight: mx.array, bits: int, pad: bool = False) -> Rows:
-    """Quantises along the last axis.
+    """Quantise along the last axis.
 
-    weight: (..., columns) float32, float16 or bfloat16. bits: a key of LARGEST. pad: rows that are
-    no multiple of 32 long, which MLX cannot store, are filled up with zeros; what is multiplied
-    with them has to be too.
-    Raises ValueError for such columns without it and for other bits, DataError for NaN and infinite
-    weights. Lazy, but for a large matrix.
+    weight: (..., columns) float32, float16 or bfloat16. bits: a key of LARGEST. pad: pad rows whose
+    length is no multiple of 32, which MLX cannot store, with zeros; their multiplicand must be
+    padded too.
+    Raises ValueError for such rows without pad and for other bits, DataError for NaN and infinite
+    weights. Lazy, except for a large matrix.
     """
     columns = weight.shape[-1]
     size = group_size_of(padded(columns) if pad else columns)
@@ -107,8 +107,7 @@ def quantise_rows(weight: mx.array, bits: int, pad: bool = False) -> Rows:
 def _quantised_block(weight: mx.array, bits: int, size: int) -> Rows:
     """As quantise_rows. size: of a group."""
     wide = weight.astype(mx.float32)
-    # One a row, of the dtype in which it is stored: rounding it afterwards would shift what the
-    # numbers stand for.
+    # One per row, in the dtype it is stored in: rounding it afterwards would shift the weights.
     floor = HALF_FLOOR if weight.dtype == mx.float16 else FLOOR
     peak = mx.abs(wide).max(axis=-1, keepdims=True)
     scale = mx.maximum(peak / LARGEST[bits], floor).astype(weight.dtype)
@@ -123,8 +122,7 @@ def _quantised_block(weight: mx.array, bits: int, size: int) -> Rows:
 
 
 def dequantise_rows(rows: Rows, bits: int, columns: int | None = None) -> mx.array:
-    """What quantised rows stand for: (..., columns) float32. columns: of the original, where
-    padding is to be cut off."""
+    """Dequantise rows to (..., columns) float32. columns: of the original, to cut off padding."""
     stored = rows.weight.shape[-1] * 32 // bits
     q = _unpack(rows.weight, bits).astype(mx.float32) - (1 << (bits - 1))
     groups = rows.scales.shape[-1]
@@ -134,15 +132,14 @@ def dequantise_rows(rows: Rows, bits: int, columns: int | None = None) -> mx.arr
 
 
 def looks_quantised(weight: mx.array) -> bool:
-    """Whether float weights were quantised before, so that doing it again adds to the error (paper
-    003, sections 6.4 and 13.3).
+    """Return True if float weights were quantised before, so that quantising again adds to the
+    error (paper 003, sections 6.4 and 13.3).
 
-    weight: (..., columns) of any float dtype; at most 16 rows are looked at. Of each, the different
-    values are counted against those that as many random bfloat16 numbers of the same sizes would
-    have: bfloat16 is the coarsest type in which weights are trained. Zeros count for nothing, and a
-    row that is one number throughout tells nothing.
-    Not found: 8 bits in groups in rows shorter than some 200, and what was trained further, or
-    rotated, after it was quantised.
+    weight: (..., columns) of any float dtype; at most 16 rows are sampled. Each row's distinct
+    values are counted against those expected of as many random bfloat16 numbers of the same
+    magnitudes: bfloat16 is the coarsest training dtype. Zeros do not count, and a constant row is
+    ignored. Not detected: 8 bits in groups in rows shorter than some 200, and weights that were
+    fine-tuned or rotated after quantisation.
     """
     import numpy as np
 
@@ -158,7 +155,7 @@ def looks_quantised(weight: mx.array) -> bool:
         if len(values) < 2:
             continue
         looked += sizes.sum()
-        # A power of two holds 128 numbers of either sign; n draws from them hit this many.
+        # A binade holds 128 numbers of either sign; n draws hit this many of them.
         exponents = np.frexp(values)[1] * 2 + (values < 0)
         draws = np.bincount(exponents - exponents.min(), weights=sizes)
         expected += float((128 * (1 - (1 - 1 / 128) ** draws)).sum())

@@ -1,4 +1,4 @@
-"""Which modules of a model are quantised and how, decided as `mlx_lm.convert` decides it."""
+"""Choose which modules of a model to quantise and how, as `mlx_lm.convert` does."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 @dataclass(frozen=True)
 class QuantizationOptions:
-    """How weights are to be quantised. bits, group_size: None for the mode's default. mode: a key
-    of MODES. Raises UsageError for what MLX has not."""
+    """How to quantise weights. bits, group_size: None for the mode's default. mode: a key of MODES.
+    Raises UsageError for what MLX does not support."""
 
     bits: int | None = None
     group_size: int | None = None
@@ -43,7 +43,7 @@ class QuantizationOptions:
                 raise UsageError(f"{self.mode} quantisation has no {word} {value}, only {names}")
 
     def settings(self) -> dict[str, Any]:
-        """The settings as config.json has them."""
+        """The settings in config.json's terms."""
         groups, bits = MODES[self.mode]
         return {
             "group_size": self.group_size or groups[0],
@@ -56,8 +56,9 @@ Quantise = Callable[[mx.array], dict[str, mx.array]]
 
 
 def _packing(group_size: int, bits: int, mode: str) -> Quantise:
-    """What quantises one module: (..., columns) in any floating dtype -> weight (..., columns *
-    bits / 32) uint32, scales and, in affine mode, biases (..., columns / group_size). Lazy."""
+    """Return the function that quantises one module: (..., columns) in any floating dtype -> weight
+    (..., columns * bits / 32) uint32, scales and, in affine mode, biases
+    (..., columns / group_size). Lazy."""
     return lambda weight: dict(
         zip(("weight", "scales", "biases"), mx.quantize(weight, group_size, bits, mode=mode))
     )
@@ -66,11 +67,12 @@ def _packing(group_size: int, bits: int, mode: str) -> Quantise:
 def choose_modules(
     store: Store, options: QuantizationOptions
 ) -> tuple[dict[str, Quantise], dict[str, Any]]:
-    """What quantises each module, by path, and the `quantization` for config.json.
+    """Return the quantising function of each module, by path, and the `quantization` for
+    config.json.
 
-    As mlx_lm.utils.quantize_model: every module that can be and whose rows divide into groups, but
-    for those that the architecture excepts or wants in other bits.
-    Raises UsageError for a checkpoint that is quantised already or of which nothing can be.
+    As mlx_lm.utils.quantize_model: every quantisable module whose rows divide into groups, except
+    those that the architecture excludes or wants in other bits.
+    Raises UsageError if the checkpoint is quantised already, or nothing in it can be.
     """
     name = store.files.name
     if store.quantization is not None:
@@ -100,6 +102,6 @@ def choose_modules(
 
 
 def leaf_modules(model: nn.Module) -> list[tuple[str, Any]]:
-    """(path, module) of all modules that hold no others."""
+    """(path, module) of all modules without children."""
     leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     return leaves

@@ -22,7 +22,7 @@ from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import ITEM_ALIGNMENT, is_model_tensor
 from toastkit.store.direct import PAGE, DirectReads
 
-# dtype in the file -> how numpy sees the bytes, and as what MLX takes them.
+# dtype in the file -> numpy's view of the bytes, and MLX's dtype for them.
 DTYPES = {
     "BOOL": ("?", mx.bool_), "U8": ("u1", mx.uint8), "I8": ("i1", mx.int8),
     "U16": ("<u2", mx.uint16), "I16": ("<i2", mx.int16), "F16": ("<f2", mx.float16),
@@ -30,11 +30,11 @@ DTYPES = {
     "F32": ("<f4", mx.float32), "U64": ("<u8", mx.uint64), "I64": ("<i8", mx.int64),
     "F8_E4M3": ("u1", mx.uint8), "F8_E5M2": ("u1", mx.uint8), "F8_E8M0": ("u1", mx.uint8),
 }  # fmt: skip
-CHUNK_BYTES = 16 << 20  # of one system call: between two, a reader can be stopped
-CALL_SECONDS = 0.004  # that one system call is to take, of what may be left off at any time
+CHUNK_BYTES = 16 << 20  # per system call: a reader can be stopped between two
+CALL_SECONDS = 0.004  # target duration of a call that may have to stop at any time
 LEAST_CALL_BYTES = 64 << 10
-CALL_BUFFERS = 1024  # of one system call: IOV_MAX of Linux and macOS
-RWF_DONTCACHE = 0x80  # Linux 6.14: pages that this read brought into the cache leave it again
+CALL_BUFFERS = 1024  # per system call: IOV_MAX of Linux and macOS
+RWF_DONTCACHE = 0x80  # Linux 6.14: drops the pages that this read brought into the page cache
 
 
 class Span(NamedTuple):
@@ -45,19 +45,18 @@ class Span(NamedTuple):
     stop: int
 
     def precedes(self, other: Span) -> bool:
-        """Whether there is nothing but padding between this and another."""
+        """True if there is nothing but padding between this and another."""
         return self.path is other.path and 0 <= other.start - self.stop < ITEM_ALIGNMENT
 
 
 class RawTensors:
-    """The tensors of a checkpoint's files, as these have them: (rows, columns) in the stored dtype,
-    or whatever their shape is. A file is opened when it is first read, and stays open
-    until `close`. Raises what from_os_error gives where a file is gone.
+    """The tensors of a checkpoint's files: (rows, columns), or whatever their shape is, in the
+    stored dtype. A file is opened on first read and stays open until `close`. Raises what
+    from_os_error gives if a file is gone.
 
-    cached: whether what `fill` reads may stay in the system's cache of files. Else what was not
-    there before is not left there. throttle: for measurements, told the bytes of each read when it
-    is done, and when it began, by time.perf_counter: who sleeps there makes the files as slow as
-    some other medium.
+    cached: what `fill` reads may stay in the page cache; otherwise it leaves the cache as it was.
+    throttle: for measurements, called with the bytes of each read when it is done, and its start by
+    time.perf_counter; sleeping there simulates slower storage.
     """
 
     def __init__(self, files: ModelFiles):
@@ -74,7 +73,7 @@ class RawTensors:
         self._lock = threading.Lock()
         self._opened: dict[Path, int] = {}
         self._direct = DirectReads()
-        self._own = threading.local()  # call_bytes: what a short call reads
+        self._own = threading.local()  # call_bytes: size of a short call
         self.close = weakref.finalize(self, _close_all, self._opened, self._direct.opened)
 
     def below(self, prefix: str) -> list[str]:
@@ -88,11 +87,11 @@ class RawTensors:
         return list(self._identities)
 
     def place(self, name: str) -> tuple[Path, Entry]:
-        """The file of a tensor, and where in it. Raises KeyError."""
+        """The file of a tensor and its entry there. Raises KeyError."""
         return self._places[name]
 
     def spans(self, name: str, first: int = 0, stop: int | None = None) -> tuple[Span, ...]:
-        """Where rows first:stop (all without stop) of a stored tensor lie. Raises KeyError."""
+        """The bytes of rows first:stop (all without stop) of a stored tensor. Raises KeyError."""
         path, entry = self._places[name]
         if stop is None and entry.inside is None:
             return (Span(path, entry.start, entry.stop),)
@@ -104,7 +103,7 @@ class RawTensors:
         return tuple(Span(path, start, start + row) for start in starts)
 
     def load(self) -> dict[str, mx.array]:
-        """All tensors of the model by stored name, lazy and fresh. Raises DataError, NoInputError,
+        """All model tensors by stored name, lazy, in new arrays. Raises DataError, NoInputError,
         IOFailure."""
         tensors: dict[str, mx.array] = {}
         for header in self._files.headers:
@@ -120,7 +119,7 @@ class RawTensors:
                 raise DataError(
                     f"{self._files.name}: cannot read {header.path.name}: {reason}"
                 ) from error
-            assert isinstance(found, dict)  # what a safetensors file gives
+            assert isinstance(found, dict)  # as for every safetensors file
             for name, entry in header.entries.items():
                 if is_model_tensor(name):
                     tensors[name] = found[name] if entry.inside is None else _part(found, entry)
@@ -132,11 +131,10 @@ class RawTensors:
         stopped: Callable[[], bool],
         short_calls: bool = False,
     ) -> int:
-        """Reads spans, one after another, into memory of their size in bytes, by one system call
-        those that lie side by side; leaves off where `stopped` says so. short_calls: so that it
-        does within CALL_SECONDS or so, whatever the medium. Returns the bytes that were read.
-        Raises DataError for a file that has become shorter or another one, and what from_os_error
-        gives."""
+        """Read spans, one after another, into memory of their size, neighbours with one system
+        call; stop when `stopped()`. short_calls: make that possible every CALL_SECONDS or so,
+        whatever the medium. Return the bytes read. Raises DataError for a file that was truncated
+        or replaced, and what from_os_error gives."""
         read = 0
         for path, start, views in _ranges(wanted):
             try:
@@ -157,13 +155,13 @@ class RawTensors:
         return read
 
     def _short(self, views: list[memoryview], start: int) -> list[memoryview]:
-        """The memory that is filled within CALL_SECONDS, as fast as this thread's last call was, up
+        """The part of the views that takes CALL_SECONDS at the rate of this thread's last call, up
         to the end of a page of the file."""
         size = max(LEAST_CALL_BYTES, int(getattr(self._own, "call_bytes", CHUNK_BYTES)))
         return _before(views, (start + size) // PAGE * PAGE - start)
 
     def _pread(self, fd: int, views: list[memoryview], start: int) -> int:
-        """Reads into views, one after another; how many bytes."""
+        """Read into views, one after another; return the number of bytes."""
         if self.cached:
             return os.preadv(fd, views, start)
         count = self._direct.read(fd, views, start)
@@ -175,7 +173,7 @@ class RawTensors:
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
-                self._dropping = 0  # an older system, or a file system that cannot
+                self._dropping = 0  # not supported by the system or the file system
         if sys.platform == "darwin":
             fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
         count = os.preadv(fd, views, start)
@@ -184,16 +182,17 @@ class RawTensors:
         return count
 
     def forget_cached(self, places: Iterable[tuple[Path, Entry]]) -> None:
-        """Has the system's cache of files forget what lies there, where it can be told to: on macOS
-        what is read past it is. Raises DataError for another file, and what from_os_error gives."""
+        """Drop these tensors from the page cache, where the system allows it; on macOS, what is
+        read bypassing it is dropped. Raises DataError for a replaced file, and what from_os_error
+        gives."""
         for path, entry in places if hasattr(os, "posix_fadvise") else ():
             with reported_as(f"cannot read {path}"):
                 fd = self.descriptor(path)
                 os.posix_fadvise(fd, entry.start, entry.stop - entry.start, os.POSIX_FADV_DONTNEED)
 
     def descriptor(self, path: Path) -> int:
-        """The descriptor of a file, opened when first asked for. Raises OSError, DataError for
-        another file."""
+        """The descriptor of a file, opened on first use. Raises OSError, DataError for a replaced
+        file."""
         with self._lock:
             fd = self._opened.get(path)
             if fd is None:
@@ -204,14 +203,14 @@ class RawTensors:
             return fd
 
     def check_files(self) -> None:
-        """Raises DataError where a file is no longer the one whose header was read, NoInputError
-        where it is gone. A file that is open stays readable when another takes its name."""
+        """Raise DataError if a file is not the one whose header was read, NoInputError if it is
+        gone. An open file stays readable when another takes its name."""
         for path, known in self._identities.items():
             if _identity(path) != known:
                 raise self.changed()
 
     def changed(self) -> DataError:
-        """The error for files that are no longer those that were opened."""
+        """The error for files that have changed since they were opened."""
         return DataError(
             f"{self._files.name}: its files have changed since the model was loaded",
             hint="start again; toasted reload has a daemon do so",
@@ -219,7 +218,7 @@ class RawTensors:
 
 
 def _part(found: dict[str, mx.array], entry: Entry) -> mx.array:
-    """A tensor of (experts, ...), lazy, out of what holds it expert by expert."""
+    """A tensor of (experts, ...), lazy, out of one that is stored expert by expert."""
     assert entry.inside is not None
     first, row = entry.start - entry.inside.start, entry.nbytes // entry.shape[0]
     rows = found[entry.inside.name][:, first : first + row]
@@ -229,8 +228,8 @@ def _part(found: dict[str, mx.array], entry: Entry) -> mx.array:
 def _ranges(
     wanted: Iterable[tuple[Span, memoryview]],
 ) -> Iterator[tuple[Path, int, list[memoryview]]]:
-    """What is read by one system call each: (file, first byte, memory), of at most CHUNK_BYTES and
-    CALL_BUFFERS. Between neighbours a few bytes of padding are read too, and forgotten."""
+    """Group reads into system calls: (file, first byte, memory), of at most CHUNK_BYTES and
+    CALL_BUFFERS. A few bytes of padding between neighbours are read and discarded."""
     whole = Span(Path(), 0, 0)  # of the call
     views: list[memoryview] = []
     for span, view in wanted:
@@ -251,7 +250,7 @@ def _ranges(
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """The memory that is left when `count` bytes have been read."""
+    """The memory left after `count` bytes have been read."""
     for n, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[n + 1 :]]
@@ -269,7 +268,7 @@ def _before(views: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _identity(path: Path) -> tuple[int, int, int]:
-    """What tells a file from another that took its name, and from one that was written to."""
+    """Identify a file, to detect replacement and modification."""
     with reported_as(f"cannot read {path}"):
         about = os.stat(path)
     return about.st_ino, about.st_size, about.st_mtime_ns

@@ -1,8 +1,8 @@
-"""Reading: a few threads bring bytes of the files straight into arrays.
+"""Reader threads that bring bytes of the files straight into arrays.
 
-What somebody waits for goes before what is read ahead. Who asks for what is being read already
-joins that read. What nobody wants any more is dropped; what has begun is left off between two
-system calls, and asked for again it is read anew.
+What is waited for comes before read-ahead. A request for something already being read joins that
+read. What nobody wants any more is dropped; a read under way stops between two system calls, and
+starts anew if requested again.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ AHEAD_BYTES = 1 << 30
 THREADS = 3
 LITTLE_BYTES = 32 << 20
 WIDENED_BYTES = 1 << 20  # of the file at a time
-IDLE_SECONDS = 5.0  # after which a thread ends; the next request starts one
+IDLE_SECONDS = 5.0  # before an idle thread ends; the next request starts one
 
 
 class Reader:
-    """The threads, which start when there is something to read. An array has the shape of its job,
-    such as (rows, columns), and the dtype.
+    """The reader threads, started on demand. An array has the shape of its job, such as
+    (rows, columns), and its dtype.
 
-    raw: the files. threads: at most. ahead_bytes: reading ahead begins with nothing more while
-    that many bytes lie in memory and nobody has taken them.
-    bytes_read: from the files, since the beginning; device_bytes: what they are as arrays;
-    busy_seconds: during which something was being read. held_bytes: how many lie so, and memory
-    that was given back and waits for its next use.
+    raw: the files. threads: at most. ahead_bytes: no more read-ahead starts while that many bytes
+    are in memory and not yet taken. bytes_read: from the files, in total; device_bytes: of the
+    arrays; busy_seconds: while anything was being read. held_bytes: not yet taken, or returned for
+    reuse.
     """
 
     def __init__(self, raw: RawTensors, threads: int = THREADS, ahead_bytes: int = AHEAD_BYTES):
@@ -52,17 +51,17 @@ class Reader:
         self._waiting = Waiting(raw, self._work.notify)
         self._running: set[threading.Thread] = set()
         self._idle = 0
-        # Arrays begin as these: pages that nobody has written to, and so take no memory.
+        # Arrays are initialised from these: untouched pages, which take no memory.
         self._zeros = memoryview(bytearray())
         self._own = threading.local()
-        self._spare: list[mx.array] = []  # to read into once more, the longest unused first
+        self._spare: list[mx.array] = []  # returned memory, least recently used first
         self._closed = False
-        # Makes memory to read into, see Library.memory; None: as MLX makes it.
+        # Allocates memory to read into, see Library.memory; None: MLX does.
         self.make_memory: Callable[[int, int, int, mx.array | None], mx.array] | None = None
 
     @property
     def ahead_bytes(self) -> int:
-        """Most bytes that may be held."""
+        """Limit of held_bytes."""
         return self._ahead_bytes
 
     @ahead_bytes.setter
@@ -78,10 +77,10 @@ class Reader:
         priority: int,
         at_once: bool = False,
     ) -> Request[Result]:
-        """Begins to read and returns at once. finish: makes the result of the arrays, by the keys
-        of the jobs, in the thread that asks for it; a filling has none. at_once: that is done
-        next, and little is read there: to wake another thread would take longer, unless it is a
-        disk that is waited for. Raises CancelledError where this is closed."""
+        """Start reading and return at once. finish: makes the result of the arrays, by the keys of
+        the jobs, in the thread that asks for it; a filling has none. at_once: the result is wanted
+        next and little is read: waking another thread would take longer, unless the disk is waited
+        for. Raises CancelledError if closed."""
         with self._work:
             if self._closed:
                 raise CancelledError("the files are closed")
@@ -96,7 +95,7 @@ class Reader:
                 thread = threading.Thread(target=self._run, name="reader", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # there are no more of this user: who waits reads too
+                except RuntimeError:  # thread limit reached: whoever waits reads
                     break
                 self._running.add(thread)
         return Request(self, flights, finish)
@@ -112,8 +111,8 @@ class Reader:
         return flight
 
     def _next(self) -> list[Flight]:
-        """The flights that this thread is to read next."""
-        spare = sum(array.nbytes for array in self._spare)  # makes room where it does not fit
+        """The flights for this thread to read next."""
+        spare = sum(array.nbytes for array in self._spare)  # released if room is needed
         room = self.ahead_bytes - self.held_bytes + spare
         return self._waiting.take_now() or self._waiting.take_ahead(room)
 
@@ -123,7 +122,7 @@ class Reader:
                 flights = self._next()
                 if flights:
                     self._fly(flights)
-                    del flights  # with their arrays
+                    del flights  # and their arrays
                     continue
                 self._waiting.leave_run()
                 self._idle += 1
@@ -134,7 +133,7 @@ class Reader:
             self._running.discard(threading.current_thread())
 
     def _fly(self, flights: list[Flight]) -> None:
-        """Reads what lies together; the lock is given back meanwhile."""
+        """Read flights together, with the lock released."""
         spares = []
         for flight in flights:
             flight.begun = True
@@ -153,7 +152,7 @@ class Reader:
             flight.outcome = outcome
             self.bytes_read += flight.read
             if isinstance(outcome, BaseException):
-                self._forget(flight)  # asked for again, it is tried again
+                self._forget(flight)  # requested again, it is retried
             else:
                 self.device_bytes += flight.nbytes
             if not flight.users:
@@ -161,14 +160,14 @@ class Reader:
         self._done.notify_all()
 
     def _count_busy(self, change: int) -> None:
-        """One thread more reads, or one less."""
+        """Count a thread more, or less, that reads."""
         now = time.perf_counter()
         self.busy_seconds += now - self._since if self._busy else 0.0
         self._busy, self._since = self._busy + change, now
 
     def _take_spare(self, size: int) -> mx.array | None:
-        """Memory of that size that was given back; else lets some go, where there would be too much
-        of it."""
+        """Reuse returned memory of that size; if there is none, release some to stay within the
+        limit."""
         if not size:
             return None
         found = next((i for i, array in enumerate(self._spare) if array.nbytes == size), None)
@@ -179,14 +178,14 @@ class Reader:
         return None
 
     def _shrink(self, size: int) -> None:
-        """Makes room for so many bytes, as far as memory that waits for its next use goes."""
+        """Make room for `size` bytes, as far as releasing memory kept for reuse can."""
         while self._spare and self.held_bytes + size > self.ahead_bytes:
             self._hold(-self._spare.pop(0).nbytes)
 
     def _read(
         self, flights: Sequence[Flight], spares: Sequence[mx.array | None]
     ) -> list[mx.array | bool | CancelledError]:
-        """The outcomes: the bytes of the arrays."""
+        """Return the outcomes: the bytes of the arrays."""
         found: list[Any] = []
         pieces: list[Piece] = []
         for flight, spare in zip(flights, spares):
@@ -201,25 +200,25 @@ class Reader:
                 pieces.append(Piece(job.spans, job.dtype, view, job.widened))
             found.append(memory)
         stopped = lambda: self._closed or not any(flight.users for flight in flights)  # noqa: E731
-        # Somebody's memory is wanted back soon if it is not this that is to be there.
+        # Unless this is what is waited for, the owner soon wants the memory back.
         short_calls = all(f.is_ahead and isinstance(f.job, Filling) for f in flights)
         read = self._fill(pieces, stopped, short_calls)
         if stopped():
             flights[0].read = read
-            # Not raised: what has a traceback would hold the memory until it is collected.
+            # Not raised: a traceback would hold the memory until it is collected.
             return [CancelledError("the files are closed, or nobody wants it") for _ in flights]
         for flight in flights:
             flight.read = flight.job.stored_bytes
         return [_on_device(made) for made in found]
 
     def _memory(self, job: Job, spare: mx.array | None) -> mx.array | memoryview:
-        """Memory of its size, uint8 (rows, columns), (0,) of nothing: MLX's dimensions have
-        31 bits."""
+        """Allocate memory for a job, uint8 (rows, columns), or (0,): MLX's dimensions have 31
+        bits."""
         size = job.nbytes
         if not size:
             return mx.array([], mx.uint8)
         columns = min(size & -size, 1 << 20)
-        # Evaluated, and made without a stream: a stream belongs to the thread that made it.
+        # Evaluated, and made without a stream: streams belong to threads.
         if not host_writes():
             return unwritten(size).cast("B", (size // columns, columns))
         if self.make_memory is not None:
@@ -233,14 +232,14 @@ class Reader:
         return mx.array(whole)
 
     def _scratch(self) -> memoryview:
-        """Memory of this thread, WIDENED_BYTES, that the system need not make anew."""
+        """This thread's scratch buffer, WIDENED_BYTES, allocated once."""
         if not hasattr(self._own, "scratch"):
             self._own.scratch = unwritten(WIDENED_BYTES)
         return self._own.scratch
 
     def _fill(self, pieces: Iterable[Piece], stopped: Callable[[], bool], short_calls: bool) -> int:
-        """Reads into memory, in the order of the files, as RawTensors.fill. What is to be widened
-        is read WIDENED_BYTES at a time, and widened while the processor has it at hand."""
+        """Read into memory in file order, as RawTensors.fill. What is widened is read WIDENED_BYTES
+        at a time, and widened while it is in the CPU cache."""
         reads: list[tuple[Span, memoryview]] = []
         narrow: list[tuple[memoryview, str, memoryview]] = []
         used = read = 0
@@ -265,8 +264,8 @@ class Reader:
         stopped: Callable[[], bool],
         short_calls: bool,
     ) -> int:
-        """narrow: of what was read 16-bit floats, their dtype, and where they are to be as float32,
-        which represents all of them."""
+        """narrow: 16-bit floats among what was read, their dtype, and memory for them as float32,
+        which represents them exactly."""
         read = self._raw.fill(reads, stopped, short_calls)
         if narrow and not stopped():
             _widen(narrow)
@@ -282,7 +281,7 @@ class Reader:
             del self._flights[flight.job]
 
     def _drop(self, flight: Flight) -> None:
-        """Forgets a flight that no request wants: it is not begun, or its memory is let go."""
+        """Forget a flight that no request wants, and release its memory."""
         self._forget(flight)
         self._waiting.drop(flight)
         if flight.outcome is not None:
@@ -290,7 +289,7 @@ class Reader:
             self._hold(-flight.held)
 
     def take(self, flights: Iterable[Flight]) -> list[Any]:
-        """Waits for all, and helps. Raises the first error among them."""
+        """Wait for all, reading meanwhile. Raises the first error among them."""
         flights = list(flights)
         with self._done, ExitStack() as stack:
             stack.callback(self._waiting.leave_run)
@@ -298,7 +297,7 @@ class Reader:
             arrays = []
             for flight in flights:
                 while flight.outcome is None and not self._closed:
-                    if found := self._waiting.take_now():  # rather than wait, this thread reads too
+                    if found := self._waiting.take_now():  # read instead of waiting
                         self._fly(found)
                     else:
                         self._waiting.leave_run()
@@ -309,7 +308,7 @@ class Reader:
             return arrays
 
     def release(self, flights: Iterable[Flight]) -> list[mx.array]:
-        """One request wants them no longer. Returns the memory that nobody else reads from."""
+        """Release one request's claim. Return the memory that no other request reads from."""
         memory = []
         with self._done:
             for flight in flights:
@@ -317,7 +316,7 @@ class Reader:
                 if flight.users:
                     continue
                 if flight.begun and flight.outcome is None:
-                    self._forget(flight)  # it is being left off: nobody can join any more
+                    self._forget(flight)  # it is being stopped: nobody can join any more
                     continue
                 if isinstance(flight.outcome, mx.array):
                     memory.append(flight.outcome)
@@ -325,15 +324,15 @@ class Reader:
         return memory
 
     def leave_alone(self, flights: Iterable[Flight]) -> None:
-        """Waits until nothing is read any more into somebody's memory, of what was released."""
+        """Wait until nothing is read into the caller-owned memory of released flights."""
         with self._done:
             for flight in flights:
                 while isinstance(flight.job, Filling) and flight.begun and flight.outcome is None:
                     self._done.wait()
 
     def give_back(self, memory: Iterable[mx.array]) -> None:
-        """Takes memory, uint8 (rows, columns), to read into again. Nothing may be computed any more
-        of what was read there."""
+        """Take memory, uint8 (rows, columns), for reuse. No computation may still need what was
+        read there."""
         if not host_writes():
             return
         with self._work:
@@ -343,14 +342,14 @@ class Reader:
                     self._hold(array.nbytes)
 
     def drop_spare(self) -> None:
-        """Lets the memory go that was given back."""
+        """Release the memory kept for reuse."""
         with self._work:
             while self._spare:
                 self._hold(-self._spare.pop().nbytes)
 
     def close(self) -> None:
-        """Drops what has not begun, stops what has, and waits for the threads. May be called
-        again; who waits for a result is told CancelledError."""
+        """Drop what has not begun, stop what has, and join the threads. Idempotent; whoever waits
+        for a result gets CancelledError."""
         with self._work:
             self._closed = True
             running = list(self._running)
@@ -361,12 +360,12 @@ class Reader:
 
 
 def _on_device(made: Any) -> Any:
-    """What was read into memory of the host becomes an array."""
+    """Turn host memory into an array."""
     return mx.array(made) if isinstance(made, memoryview) else made  # type: ignore[arg-type]
 
 
 def _widen(narrow: Iterable[tuple[memoryview, str, memoryview]]) -> None:
-    """16-bit floats, their dtype, and where they are to be as float32."""
+    """Convert 16-bit floats, of that dtype, to float32 in the memory beside them."""
     import numpy as np
 
     for floats, dtype, view in narrow:
@@ -379,8 +378,8 @@ def _widen(narrow: Iterable[tuple[memoryview, str, memoryview]]) -> None:
 
 
 def _places(pieces: Iterable[Piece]) -> Iterator[tuple[Span, memoryview, str | None]]:
-    """What is read of the files, and into which memory; of what is to be widened the dtype, and at
-    most WIDENED_BYTES at a time."""
+    """Yield spans to read with their memory; if they are to be widened, with their dtype, and
+    WIDENED_BYTES at a time."""
     for spans, dtype, view, widened in pieces:
         done = 0
         for path, start, stop in spans:

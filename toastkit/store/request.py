@@ -1,4 +1,4 @@
-"""Something that is being read, as whoever asked for it sees it."""
+"""A read under way, as its requester sees it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ Result = TypeVar("Result")
 
 
 class CancelledError(Exception):
-    """It was not read: nobody wanted it any more, or the files were closed."""
+    """Not read: nobody wanted it any more, or the files were closed."""
 
 
 class Request(Generic[Result]):
-    """Something that is being read. nbytes: of the arrays that are read for it. read: bytes of the
-    files, once it was taken or cancelled.
+    """A read under way. nbytes: of its arrays. read: bytes of the files, once taken or cancelled.
 
-    `result` can be taken once. One that is not taken has to be cancelled, or used in `with`.
+    `result` can be taken once. If it is not, cancel the request, or use it in `with`.
     """
 
     def __init__(self, reader: Reader, flights: dict[Any, Flight], finish: Callable):
@@ -34,9 +33,8 @@ class Request(Generic[Result]):
         self.nbytes = sum(flight.nbytes for flight in flights.values())
 
     def result(self) -> Result:
-        """Waits for what was asked for, before all that is read ahead. Raises DataError,
-        NoInputError, IOFailure where it cannot be read; CancelledError after `cancel` or `close`,
-        or the second time."""
+        """Wait for the result, ahead of all read-ahead. Raises DataError, NoInputError, IOFailure
+        if it cannot be read; CancelledError after `cancel` or `close`, or the second time."""
         flights = self._flights
         if flights is None:
             raise CancelledError("it was taken or cancelled")
@@ -48,20 +46,19 @@ class Request(Generic[Result]):
             self._end()
 
     def give_back(self) -> None:
-        """What was read there is not needed any more, by nobody who took it: its memory is to be
-        used again, which spares the system to make it anew for every layer that passes."""
+        """Return the memory for reuse once nobody needs it: allocating it anew for every layer that
+        is streamed costs time."""
         memory, self._memory = self._memory, []
         self._reader.give_back(memory)
 
     def leave_off(self) -> None:
-        """As `cancel`, and waits for nobody: what is being read goes on for a moment."""
+        """As `cancel`, without waiting: a read under way goes on for a moment."""
         flights, self._flights = self._flights or {}, None
         self._released += flights.values()
         self._memory += self._reader.release(flights.values())
 
     def cancel(self) -> None:
-        """Wants it no longer. Memory of somebody's is left alone from now on. May be called
-        again."""
+        """Withdraw. Caller-owned memory is not written to afterwards. Idempotent."""
         self.leave_off()
         self._end()
         self._memory = []
@@ -73,7 +70,7 @@ class Request(Generic[Result]):
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing of it has to be waited for."""
+        """True if the result needs no waiting."""
         return all(flight.outcome is not None for flight in (self._flights or {}).values())
 
     def __enter__(self) -> Request[Result]:

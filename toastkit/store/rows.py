@@ -1,4 +1,4 @@
-"""Rows of tensors, experts say: which parts of the files they are made of, and how."""
+"""Rows of tensors (of experts, say): which parts of the files they are made of, and how."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toastkit.store.jobs import Job, Piece
 from toastkit.store.raw import RawTensors, Span
 from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored
 
-# What may become float32 as it is read, as safetensors names it.
+# dtypes, by safetensors' names, that may be widened to float32 while reading.
 WIDENED = {"BF16": mx.bfloat16, "F16": mx.float16}
 Origin = Stored | Stacked | Made | None
 
@@ -21,17 +21,17 @@ Range = tuple[int, int]  # rows first:stop
 
 
 class Rows(NamedTuple):
-    """Spans of rows of a tensor that are to be read. jobs: those of several tensors can be put
-    together, and what they have in common is read once. make(read): of each span its rows,
-    (rows, ...) in the stored dtype, lazy, of what the jobs have read."""
+    """Ranges of rows of a tensor to read. jobs: those of several tensors can be merged, so that
+    what they share is read once. make(read): the rows of each range, (rows, ...) in the stored
+    dtype, lazy, from what the jobs have read."""
 
     jobs: dict[Any, Job]
     make: Callable[[Mapping[Any, mx.array]], list[mx.array]]
 
 
 class RowReading:
-    """Says of which parts of the files rows are made. origin(name): where a tensor comes from.
-    dtype(name): of it. sanitizing: None where all tensors are stored. whole(name): reads one,
+    """Map rows to the parts of the files they are made of. origin(name): where a tensor comes from.
+    dtype(name): its dtype. sanitizing: None if all tensors are stored. whole(name): reads one,
     evaluated."""
 
     def __init__(
@@ -46,7 +46,7 @@ class RowReading:
         self._origin, self._dtype, self._whole = origin, dtype, whole
 
     def job(self, origin: Stored | Stacked, start: int = 0, stop: int | None = None) -> Job:
-        """What reads a tensor, or rows start:stop of it."""
+        """The job that reads a tensor, or rows start:stop of it."""
         if isinstance(origin, Stored):
             path, entry = self._raw.place(origin.name)
             rows = entry.shape if stop is None else (stop - start, *entry.shape[1:])
@@ -58,15 +58,15 @@ class RowReading:
         return Job(spans, entry.dtype, (len(parts), *entry.shape))
 
     def is_whole(self, name: str) -> bool:
-        """Whether a tensor has to be computed whole, of others, to have any row of it."""
+        """True if any row of a tensor requires computing all of it."""
         origin = self._origin(name)
         if not isinstance(origin, Made):
             return origin is None
-        assert self._sanitizing is not None  # who else makes any
+        assert self._sanitizing is not None  # nothing else computes tensors
         return self._sanitizing.by_row(name) is None
 
     def rows(self, name: str, spans: Sequence[Range]) -> Rows:
-        """The jobs that read those rows of a tensor, and what makes the rows of them."""
+        """The jobs that read those rows of a tensor, and the function that makes the rows."""
         origin, sanitizing = self._origin(name), self._sanitizing
         if isinstance(origin, (Stored, Stacked)):
             keys = [(*origin, *span) for span in spans]
@@ -89,8 +89,8 @@ class RowReading:
         return {part: self.job(Stored(part[0]), part[1], part[2]) for part in parts}
 
     def piece(self, name: str, row: int, view: memoryview, dtype: mx.Dtype) -> Piece | None:
-        """What reads tensor(name)[row] into memory of its size in bytes, where the files hold it in
-        that dtype, or in 16-bit floats and it is float32; else None."""
+        """What reads tensor(name)[row] into memory of its size, if the files hold it in that dtype,
+        or in 16-bit floats with dtype float32; else None."""
         spans, stored = self._spans(name, row), self._dtype(name)
         widened = dtype == mx.float32 and stored in WIDENED.values()
         size = sum(span.stop - span.start for span in spans) * (2 if widened else 1)
@@ -100,7 +100,7 @@ class RowReading:
         return Piece(spans, kind, view, widened)
 
     def _spans(self, name: str, row: int) -> tuple[Span, ...]:
-        """Where a row of a tensor lies as it is; nothing where it does not."""
+        """Where a row of a tensor is stored unchanged; empty if it is not."""
         origin = self._origin(name)
         if isinstance(origin, (Stored, Stacked)):
             return self.job(origin, row, row + 1).spans

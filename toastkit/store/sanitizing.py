@@ -1,10 +1,10 @@
-"""What an architecture's `sanitize` makes of the stored tensors, and how one layer of it is made
-again without all others.
+"""What an architecture's `sanitize` makes of the stored tensors, and how to recompute one layer of
+it without the others.
 
-`sanitize` is recorded once as a graph, in which nothing is computed. The graph says of each tensor
-whether it is a stored one, several of them stacked, or computed, and of which. To compute the
-tensors of a layer, `sanitize` is run over that layer's stored tensors and as many placeholders as
-it takes to have the same graph come out; to the last constant, or it is run over all names.
+`sanitize` is recorded once as a graph, without computing anything. The graph tells whether a tensor
+is stored, stacked from several, or computed, and from which. To compute a layer's tensors,
+`sanitize` runs on that layer's stored tensors and as many placeholders as it takes to reproduce the
+same graph, to the last constant; failing that, on all names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between dots
 
 
 class Stored(NamedTuple):
-    """A tensor that is a stored one."""
+    """A tensor that is stored unchanged."""
 
     name: str
 
@@ -36,16 +36,16 @@ class Stacked(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A tensor that is computed of stored ones."""
+    """A tensor computed from stored ones."""
 
     parts: tuple[str, ...]
 
 
 class Sanitizing:
-    """The tensors that a sanitize makes of those of the files.
+    """The tensors that `sanitize` makes of the stored ones.
 
     sanitize: a dictionary of arrays, such as (rows, columns) in the stored dtype, -> another; may
-    change the first, and arrays in place. names: of the stored tensors that it is given.
+    modify the first, and arrays in place. names: of the stored tensors it is given.
     """
 
     def __init__(self, raw: RawTensors, sanitize: Function, names: Iterable[str]):
@@ -60,8 +60,7 @@ class Sanitizing:
         self._subsets: dict[frozenset, tuple[list[str], set[str]]] = {}
 
     def origin(self, name: str) -> Stored | Stacked | Made | None:
-        """Where a tensor comes from; None where the sanitize looks at values, so that it cannot be
-        recorded."""
+        """Where a tensor comes from; None if `sanitize` reads values and so cannot be recorded."""
         node = self._recorded().get(name)
         if node is None:
             return None
@@ -83,8 +82,8 @@ class Sanitizing:
         return Made(tuple(self._graph.stored_below([node])))
 
     def by_row(self, name: str) -> ByRow | None:
-        """How rows of a tensor that is computed are computed by themselves; None where they are
-        not known to be."""
+        """How rows of a computed tensor are computed separately; None if that is not known to be
+        possible."""
         node = self._recorded()[name]
         with self._lock:
             if name not in self._by_row:
@@ -92,7 +91,7 @@ class Sanitizing:
             return self._by_row[name]
 
     def make(self, names: Iterable[str], stored: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Tensors that are computed, lazy. stored: all their parts, evaluated."""
+        """Compute tensors, lazily. stored: all their parts, evaluated."""
         names = list(names)
         with self._lock:
             subset = self._subset(names)
@@ -100,7 +99,7 @@ class Sanitizing:
         given = {}
         for name in subset:
             if name in stored:
-                given[name] = stored[name][...]  # a new object: it may be changed in place
+                given[name] = stored[name][...]  # a new object, as it may be modified in place
                 continue
             _, entry = self._raw.place(name)
             key = (entry.shape, entry.dtype)
@@ -113,21 +112,21 @@ class Sanitizing:
     # -------------------------------------------------------------------- which names it takes
 
     def _subset(self, names: list[str]) -> list[str]:
-        """The stored names that sanitize has to see, to make these tensors as of all."""
+        """The stored names that `sanitize` must see to make these tensors as if from all."""
         whole = self._whole or {}
         parts = self._graph.stored_below(whole[name] for name in names)
         layers = frozenset(self._layers[part] for part in parts)
         if layers not in self._subsets:
             seen = layers | self._cover
             subset = [name for name in self._names if self._layers[name] in seen]
-            found = self._record(subset)  # nothing where it wants all layers
+            found = self._record(subset)  # empty if it needs all layers
             same = {name for name, node in found.items() if whole.get(name) == node}
             self._subsets[layers] = (subset, same)
         subset, same = self._subsets[layers]
         return subset if same.issuperset(names) else self._names
 
     def _recorded(self) -> dict[str, int]:
-        """The node of each tensor in the graph of all, which the first call records."""
+        """The node of each tensor in the full graph, recorded on the first call."""
         with self._lock:
             if self._whole is None:
                 numbers = {name: NUMBER.search(name) for name in self._names}
@@ -137,8 +136,8 @@ class Sanitizing:
             return self._whole
 
     def _covering(self) -> set[str | None]:
-        """Layers of which every kind of name is in one: many sanitizes look whether there is any
-        such name. Also what is outside the layers, and layer 0, which many look at."""
+        """Layers that together contain every kind of name, because many sanitizes check whether one
+        exists; also names outside the layers, and layer 0, which many look at."""
         kinds: dict[str | None, set[str]] = {}
         for name, layer in self._layers.items():
             kinds.setdefault(layer, set()).add(NUMBER.sub("*", name))
@@ -151,11 +150,11 @@ class Sanitizing:
         return chosen
 
     def _record(self, names: list[str]) -> dict[str, int]:
-        """sanitize over stored tensors of these names: the node of each tensor that it makes.
-        Nothing where it fails, as where it misses a layer or looks at values."""
+        """Record `sanitize` on stored tensors of these names: the node of each tensor that it
+        makes. Empty if it fails, as it does if it misses a layer or reads values."""
         return self._graph.record(self._sanitize, {name: self._blank(name) for name in names})
 
     def _blank(self, name: str) -> mx.array:
-        """An array of a stored tensor's shape, such as (rows, columns), and dtype, lazy."""
+        """A lazy placeholder of a stored tensor's shape, such as (rows, columns), and dtype."""
         _, entry = self._raw.place(name)
         return mx.zeros(entry.shape, DTYPES[entry.dtype][1])

@@ -1,5 +1,5 @@
-"""A model without its weights: the architecture, with the modules that the checkpoint stores
-quantised already of their quantised classes."""
+"""A model without weights: the architecture, with quantised classes for the modules that the
+checkpoint stores quantised."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ from toastkit.model.files import ModelFiles
 from toastkit.model.normalise import Fitted, fit
 from toastkit.text.exact_numbers import counted
 
-# What the code of an architecture raises for a configuration that it was not written for.
+# What an architecture raises for a configuration that it does not support.
 MISFITS = (
     TypeError, KeyError, ValueError, AttributeError, IndexError, ArithmeticError, RuntimeError,
     MemoryError, AssertionError,
 )  # fmt: skip
 LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
-# Fields that are sizes of arrays, by their last word; a tensor that is packed in two bits has a
-# sixteenth of its columns.
+# Fields that are array sizes, by their last word; a tensor packed in two bits has a sixteenth of
+# its columns.
 SIZES = re.compile(r"(?:^|_)(?:size|dim|heads|experts|rank|embd|inner|kernel|groups|model)$")
 NO_SIZES = re.compile(r"window|chunk|block|image|patch|index")
 MOST_PACKED = 16
-# Of the foreign formats those whose bytes are MLX's own, by their quant_method.
+# Foreign formats with MLX's bytes, by their quant_method.
 SAME_BYTES = {
     "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
     "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
 }
-# The modes other than affine have one size each; their scales are bytes.
+# Modes other than affine have one group size each; their scales are bytes.
 MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 
 
 def cannot_run(name: str, error: Exception) -> DataError:
-    """What a first pass that fails is called. name: of the checkpoint. error: one of MISFITS."""
+    """The error for a failed first pass. name: of the checkpoint. error: one of MISFITS."""
     reason = str(error).strip().split("\n")[0]
     return DataError(f"{name}: mlx_lm cannot run a model with this config.json: {reason}")
 
 
 def new_model(files: ModelFiles, config: ModelConfig, fitted: Fitted) -> nn.Module:
-    """The architecture of a configuration; its parameters are lazy and never to be evaluated.
-    Raises DataError where config.json does not describe a model that mlx_lm has."""
+    """Instantiate the architecture of a configuration; its parameters are lazy and must not be
+    evaluated.
+    Raises DataError if config.json does not describe a model that mlx_lm has."""
     architecture = import_architecture(config)
     try:
         model = architecture.Model(_arguments(architecture.ModelArgs, fitted.config))
@@ -60,8 +61,9 @@ def new_model(files: ModelFiles, config: ModelConfig, fitted: Fitted) -> nn.Modu
 
 
 def _arguments(fields: Any, config: Mapping[str, Any]) -> Any:
-    """What from_dict of a ModelArgs makes of a configuration. Most have it of BaseModelArgs, which
-    asks at each name for the same signature again: 5 ms of crumb's 190 until a first token."""
+    """What from_dict of a ModelArgs makes of a configuration. That of BaseModelArgs, which most
+    inherit, computes the same signature again for each name: 5 ms of crumb's 190 until the first
+    token."""
     from mlx_lm.models.base import BaseModelArgs
 
     usual: Any = BaseModelArgs.from_dict
@@ -72,11 +74,11 @@ def _arguments(fields: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _set_yarn(model: nn.Module, scaling: Mapping[str, Any]) -> None:
-    """Gives the rotations of a model the wavelengths of a yarn scaling (arXiv 2309.00071, section
-    3.4) with the range between its two betas as it is; mlx_lm rounds it to whole dimensions.
+    """Set the RoPE frequencies of a YaRN scaling (arXiv 2309.00071, section 3.4) with the exact
+    range between its two betas; mlx_lm rounds it to whole dimensions.
 
-    scaling: factor, original_max_position_embeddings, rope_theta, and betas where they are not 32
-    and 1."""
+    scaling: factor, original_max_position_embeddings, rope_theta, and betas if not 32 and 1.
+    """
     base, factor = scaling["rope_theta"], scaling["factor"]
     span = scaling["original_max_position_embeddings"] / (2 * math.pi)
     for module in model.modules():
@@ -93,8 +95,8 @@ def _set_yarn(model: nn.Module, scaling: Mapping[str, Any]) -> None:
 
 
 def copied_model(module: nn.Module) -> nn.Module:
-    """A model that may be changed without changing this one, down to its lists of layers: some
-    sanitizes drop a module (a tied head) or note on the model what they saw."""
+    """Copy a model's structure, down to its lists of layers, so that changing it leaves the
+    original alone: some sanitizes drop a module (a tied head) or set attributes on the model."""
     made = copy(module)
     for name, child in module.items():
         if isinstance(child, nn.Module):
@@ -103,8 +105,8 @@ def copied_model(module: nn.Module) -> nn.Module:
 
 
 def fit_config(files: ModelFiles, config: ModelConfig) -> Fitted:
-    """The configuration as the architecture's class reads it. Raises DataError for one that asks
-    for more than the weights have, before anything of that size is made, and as `fit` does."""
+    """The configuration as the architecture's class reads it. Raises DataError, before allocating,
+    for sizes that the weights do not have, and as `fit` does."""
     if config.raw.get("model_file") is not None:
         raise DataError(f"{files.name}: asks to run its own Python code, which is never done")
     entries = [entry for header in files.headers for entry in header.entries.values()]
@@ -126,8 +128,8 @@ def fit_config(files: ModelFiles, config: ModelConfig) -> Fitted:
 
 
 def quantisation_of(files: ModelFiles, config: ModelConfig) -> dict | None:
-    """The settings that modules are stored with: a default, and exceptions by module path (False:
-    kept as it is). None for a checkpoint that is not quantised.
+    """The quantisation settings of a checkpoint: a default, and exceptions by module path
+    (False: not quantised). None if it is not quantised.
 
     Raises DataError for a format that is not MLX's.
     """
@@ -146,7 +148,7 @@ def quantisation_of(files: ModelFiles, config: ModelConfig) -> dict | None:
     if method in SAME_BYTES:
         return dict(SAME_BYTES[method])
     if method == "fp8":
-        return None  # the architecture's sanitize turns it into plain weights, or they do not fit
+        return None  # the architecture's sanitize dequantises it, or the weights do not fit
     raise DataError(
         f"{files.name}: quantised with {str(method)[:40]}, which is not read here",
         hint="convert it with mlx_lm.convert first",
@@ -156,12 +158,12 @@ def quantisation_of(files: ModelFiles, config: ModelConfig) -> dict | None:
 def quantise_modules(
     model: nn.Module, settings: Mapping[str, Any], tensors: Mapping[str, mx.array]
 ) -> None:
-    """Gives the modules that are stored quantised their quantised classes.
+    """Replace the modules that are stored quantised with their quantised classes.
 
-    settings: as quantisation_of gives them. tensors: by name; of weights, (rows, words)
-    uint32, and scales, (rows, groups), the shapes and dtypes are read: they tell bits and group
-    size where no exception names the module.
-    Raises ValueError for a module whose packing cannot be told.
+    settings: as from quantisation_of. tensors: by name; only shapes and dtypes of weights,
+    (rows, words) uint32, and scales, (rows, groups), are read: they give bits and group size of
+    modules without an exception.
+    Raises ValueError for a module whose packing is ambiguous.
     """
 
     def choose(path: str, module: nn.Module) -> bool | dict:
@@ -193,19 +195,19 @@ def _packing(path: str, module: nn.Module, tensors: Mapping[str, mx.array]) -> d
 
 
 def is_matrix(module: Any) -> bool:
-    """Whether its weight is a matrix that can be packed; an embedding, whose rows are looked up, is
-    none."""
+    """True if a module's weight is a matrix that can be packed; not so an embedding, whose rows are
+    looked up."""
     return hasattr(module, "to_quantized") and not isinstance(module, nn.Embedding)
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether it is a stack of matrices, one an expert, of which a token uses a few."""
+    """True if it is a stack of matrices, one per expert, of which a token uses a few."""
     names = {cls.__name__ for cls in type(module).__mro__}
     return not names.isdisjoint(("SwitchLinear", "QuantizedSwitchLinear"))
 
 
 def layers_path(model: nn.Module) -> str:
-    """Where in the module tree the decoder layers are, such as `model.layers`.
+    """The path of the decoder layers in the module tree, such as `model.layers`.
     Raises ValueError for a model without layers."""
     layers = list(getattr(model, "layers", None) or ())
     first = next((layer for layer in layers if layer is not None), None)

@@ -1,14 +1,13 @@
-"""THE weights store: tensors of a checkpoint, read when somebody asks for them.
+"""THE weights store: tensors of a checkpoint, read on demand.
 
-    store = Store(files, config)
-    store.read(names)               # tensors by name, evaluated
-    store.request(names, AHEAD)     # begins to read, and returns at once
-    store.layer(7)                  # the tensors of layer 7
+store = Store(files, config)
+store.read(names)               # tensors by name, evaluated
+store.request(names, AHEAD)     # starts reading, returns at once
+store.layer(7)                  # the tensors of layer 7
 
 Names are those of the model's parameters, after the architecture's own `sanitize`: experts stacked,
-norms shifted, vision towers dropped. A tensor is read as often as it is asked for: a stored one as
-a range of its file, a stacked one part by part into its rows, one that is computed from the stored
-tensors that it is made of.
+norms shifted, vision towers dropped. A tensor is read every time it is requested: a stored one as a
+range of its file, a stacked one part by part into its rows, a computed one from its stored parts.
 """
 
 from __future__ import annotations
@@ -60,9 +59,9 @@ class Store:
 
     fitted: the configuration as the architecture reads it. model: the architecture, with quantised
     modules in place and no weights. quantization: settings of config.json, None if not quantised.
-    names: of all tensors, in the order of the files where that is known. layers_path: such as
-    `model.layers`. reader: its threads, whose limit and account can be set.
-    Raises DataError, NoInputError for a checkpoint that is broken, not whole, or does not fit.
+    names: of all tensors, in file order where known. layers_path: such as `model.layers`. reader:
+    its threads, with their limit and statistics.
+    Raises DataError, NoInputError for a checkpoint that is broken, incomplete, or does not fit.
     """
 
     def __init__(self, files: ModelFiles, config: ModelConfig):
@@ -94,14 +93,14 @@ class Store:
         self._unread: tuple[int, dict[str, mx.array]] | None = (threading.get_ident(), tensors)
 
     def _survey(self) -> dict[str, mx.array]:
-        """All tensors, lazy; notes each one's shape and dtype, and which stored one it seems to
-        be."""
+        """Return all tensors, lazy; note each one's shape, dtype, and the stored tensor it appears
+        to be."""
         sanitizes = hasattr(self.model, "sanitize")
         raw = self._raw.load()
         self._sanitizing: Sanitizing | None = None
         tensors = raw
         if sanitizes and self.files.is_baked:
-            # Only for what it does to the model: some drop a module that has no weights.
+            # Only for its effect on the model: some drop a module that has no weights.
             self.model.sanitize(self._raw.load())
         elif sanitizes:
             pristine = copied_model(self.model)
@@ -124,7 +123,7 @@ class Store:
         return tensors
 
     def _check_fit(self) -> None:
-        """Raises ValueError unless the tensors are exactly the model's parameters."""
+        """Raise ValueError unless the tensors are exactly the model's parameters."""
         parameters: Any = tree_flatten(self.model.parameters())
         expected = {name: (tuple(array.shape), array.dtype) for name, array in parameters}
         for name in self.names:
@@ -133,7 +132,7 @@ class Store:
             shape, dtype = expected[name]
             if self.shape(name) != shape:
                 raise ValueError(f"{name} has shape {list(self.shape(name))}, not {list(shape)}")
-            # Codes of some quantisation that nobody has decoded would pass for numbers.
+            # Undecoded codes of a quantisation would pass for numbers.
             if mx.issubdtype(dtype, mx.floating) != mx.issubdtype(self.dtype(name), mx.floating):
                 stored = self._stored.get(name)
                 kind = self.dtype(name) if stored is None else self._raw.place(stored)[1].dtype
@@ -148,8 +147,8 @@ class Store:
     # ---------------------------------------------------------------------------------- by name
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, or of a stored one of a gear. Raises KeyError, as the next three do,
-        for a name there is not."""
+        """Shape of a tensor, or of a stored gear tensor. Raises KeyError for an unknown name, as
+        the next three do."""
         return self._about[name][0]
 
     def dtype(self, name: str) -> mx.Dtype:
@@ -162,8 +161,8 @@ class Store:
         return math.prod(shape) * dtype.size
 
     def source(self, name: str) -> tuple[Path, Entry] | None:
-        """The file and the place where a tensor lies as it is, its rows side by side or inside of
-        others; None if it is made of others."""
+        """The file of a tensor and its entry there if it is stored unchanged, contiguous or
+        interleaved with others; None if it is made of others."""
         origin = self._origin(name)
         return self._raw.place(origin.name) if isinstance(origin, Stored) else None
 
@@ -174,14 +173,14 @@ class Store:
         return self._sanitizing.origin(name)
 
     def is_whole(self, name: str) -> bool:
-        """Whether a tensor has to be computed whole, of others, to have any row of it."""
+        """True if any row of a tensor requires computing all of it."""
         return self._rows.is_whole(name)
 
     # ---------------------------------------------------------------------------------- reading
 
     def load(self) -> dict[str, mx.array]:
-        """All tensors, lazy: evaluating one in this thread reads it. For the whole model at once
-        MLX's own reading is the quickest. Raises DataError, NoInputError, IOFailure."""
+        """All tensors, lazy: evaluating one in this thread reads it. Reading the whole model at
+        once is fastest by MLX itself. Raises DataError, NoInputError, IOFailure."""
         unread, self._unread = self._unread, None
         if unread is None or unread[0] != threading.get_ident():
             tensors = self._raw.load()
@@ -190,8 +189,8 @@ class Store:
 
     def read(self, names: Iterable[str]) -> dict[str, mx.array]:
         """Tensors by name, evaluated, in the stored dtype: to the bit what `load` gives. Also
-        stored tensors of gears, see `baked`. Raises KeyError; DataError for a file that is not
-        what it was, NoInputError, IOFailure."""
+        stored gear tensors, see `baked`. Raises KeyError; DataError for a changed file,
+        NoInputError, IOFailure."""
         return self.request(names, at_once=True).result()
 
     def request(
@@ -203,12 +202,11 @@ class Store:
         mapped: Container[str] = (),
         lazy: bool = False,
     ) -> Request[dict[str, mx.array]]:
-        """Begins to read and returns at once; the result is that of `read`, and is to be taken in a
-        thread that computes. priority: NOW, or AHEAD for what nobody waits for yet. at_once: see
-        Reader.request. widen: names of which 16-bit floats become float32 as they are read, where
-        they lie in the files as they are; the others keep the stored dtype. mapped: names that need
-        not be read, see `can_map`. lazy: the result need not be evaluated, because who asked does
-        it."""
+        """Start reading and return at once; the result is that of `read`, to be taken in a thread
+        that computes. priority: NOW, or AHEAD for what nobody waits for yet. at_once: see
+        Reader.request. widen: names whose 16-bit floats become float32 while reading, if stored
+        unchanged; the others keep the stored dtype. mapped: names that need not be read, see
+        `can_map`. lazy: the caller evaluates the result."""
         self._unread = None
         origins, arrays = {name: self._origin(name) for name in names}, {}
         if self.mapping is not None:
@@ -228,7 +226,7 @@ class Store:
     def _finish(
         self, origins: dict, mapped: dict[str, mx.array], lazy: bool, read: dict[Any, mx.array]
     ) -> dict[str, mx.array]:
-        """The tensors: mapped, and of what was read for the others, which are in `origins`."""
+        """The mapped tensors, and those in `origins`, made of what was read."""
         found = mapped | {name: read[name] for name in origins if name in read}
         layers: dict[int | None, list[str]] = {}
         for name, origin in origins.items():
@@ -236,7 +234,7 @@ class Store:
                 layers.setdefault(self.layer_of(name), []).append(name)
         stored = {key.name: array for key, array in read.items() if isinstance(key, Stored)}
         for made in layers.values():
-            assert self._sanitizing is not None  # who else makes any
+            assert self._sanitizing is not None  # nothing else computes tensors
             found.update(self._sanitizing.make(made, stored))
         if None in origins.values():
             whole = self.load()
@@ -247,18 +245,18 @@ class Store:
         return {name: found[name] for name in (*mapped, *origins)}
 
     def map(self, make_region: Callable[[int], Any]) -> None:
-        """Maps the files, if the system does. make_region: see MappedFiles."""
+        """Memory-map the files, if the system can. make_region: see MappedFiles."""
         with suppress(OSError):
             self.mapping = MappedFiles(self._raw, make_region)
 
     def can_map(self, name: str) -> bool:
-        """Whether a tensor lies in the files as it is, and these are mapped."""
+        """True if a tensor is stored unchanged in a mapped file."""
         place = self.source(name)
         return self.mapping is not None and place is not None and self.mapping.holds(place)
 
     def evaluate(self, arrays: Any) -> None:
-        """Computes arrays, in whatever lists or dictionaries, that `load` and `read` have led to.
-        Raises DataError where MLX cannot read what they need."""
+        """Evaluate arrays, in nested lists or dictionaries, that depend on those of `load` and
+        `read`. Raises DataError if MLX cannot read what they need."""
         try:
             mx.eval(arrays)
         except RuntimeError as error:
@@ -267,7 +265,7 @@ class Store:
 
     @property
     def keeps_cached(self) -> bool:
-        """Whether what is read from now on may stay in the system's cache of files."""
+        """True if what is read from now on may stay in the page cache."""
         return self._raw.cached
 
     @keeps_cached.setter
@@ -275,8 +273,8 @@ class Store:
         self._raw.cached = kept
 
     def forget_cached(self, names: Iterable[str]) -> None:
-        """Has the system's cache of files forget the tensors that lie in the files as they are.
-        Raises as RawTensors.forget_cached."""
+        """Drop tensors that are stored unchanged from the page cache. Raises as
+        RawTensors.forget_cached."""
         self._raw.forget_cached(place for name in names if (place := self.source(name)))
 
     def throttle(self, wait: Callable[[int, float], None] | None) -> None:
@@ -288,14 +286,14 @@ class Store:
         return self.read([name])[name]
 
     def check_files(self) -> None:
-        """Raises DataError where the files are no longer those that were opened, NoInputError where
-        one is gone. Costs a system call a file."""
+        """Raise DataError if the files have changed since they were opened, NoInputError if one is
+        gone. One system call per file."""
         self._raw.check_files()
 
     # --------------------------------------------------------------------------------- by layer
 
     def layer_of(self, name: str) -> int | None:
-        """The index of the layer that a tensor belongs to, None outside the layers."""
+        """The layer index of a tensor, None outside the layers."""
         prefix = self.layers_path + "."
         if not name.startswith(prefix):
             return None
@@ -307,7 +305,7 @@ class Store:
         return list(self._by_layer.get(index, ()))
 
     def outside_names(self) -> list[str]:
-        """The tensors outside the layers: embedding, last norm, head."""
+        """The tensors outside the layers: embedding, final norm, head."""
         return list(self._by_layer.get(None, ()))
 
     def layer(self, index: int) -> dict[str, mx.array]:
@@ -316,12 +314,12 @@ class Store:
 
     def baked(self, path: str, gear: str) -> list[str]:
         """The stored names of a module's parameters in a gear ("low", "mid"), which `read` and
-        `request` take too; none where it was not baked in that gear."""
+        `request` also accept; empty if that gear was not baked."""
         return self._raw.below(f"{GEAR_PREFIX}{gear}.{path}.")
 
     @property
     def has_baked_gears(self) -> bool:
-        """Whether any gear is stored beside the originals."""
+        """True if any gear is stored beside the originals."""
         return bool(self._raw.below(GEAR_PREFIX))
 
     # ------------------------------------------------------------------------------- by expert
@@ -333,8 +331,8 @@ class Store:
         return [name for name in self.layer_names(layer) if name.rpartition(".")[0] in paths]
 
     def rows(self, name: str, start: int, stop: int) -> mx.array:
-        """tensor(name)[start:stop], evaluated; reads only those rows where the files allow it.
-        Raises IndexError for rows that there are not."""
+        """tensor(name)[start:stop], evaluated; reads only those rows if the files allow it.
+        Raises IndexError for rows out of range."""
         if not 0 <= start < stop <= (self.shape(name) or (0,))[0]:
             raise IndexError(f"{name} has no rows {start}:{stop}")
         jobs, make = self.rows_of(name, [(start, stop)])
@@ -343,8 +341,8 @@ class Store:
         return rows
 
     def rows_of(self, name: str, spans: Sequence[tuple[int, int]]) -> Rows:
-        """What it takes to have rows first:stop of a tensor, of each span: of what they are
-        computed from, no more than they need; all of it where that is not certain."""
+        """What it takes to read rows first:stop of a tensor, for each range: no more of the files
+        than the rows need, or all of the tensor if that is not certain."""
         return self._rows.rows(name, spans)
 
     def piece(self, name: str, row: int, view: memoryview, dtype: mx.Dtype) -> Piece | None:
@@ -354,7 +352,7 @@ class Store:
     # -------------------------------------------------------------------------------- closing
 
     def close(self) -> None:
-        """Stops reading and lets the files go. May be called again."""
+        """Stop reading and close the files. Idempotent."""
         self._unread = None
         if self.mapping is not None:
             self.mapping.close()

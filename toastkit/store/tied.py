@@ -1,5 +1,5 @@
-"""Whether the output matrix is the embedding: what is stored decides, not what config.json says or
-leaves out. An architecture that believes it tied drops a matrix of its own without a word."""
+"""Whether the output matrix (LM head) is tied to the embedding. What is stored decides, not
+config.json: an architecture told that they are tied silently drops a matrix of its own."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from toastkit.model.safetensors import Entry, chunks
 
 FIELD = "tie_word_embeddings"
 HEADS, EMBEDDINGS = ("lm_head",), ("embed_tokens", "wte", "embeddings", "embed_in")
-# Where those of the language model are; others, as of layers that predict further tokens, are not.
+# Modules of the language model; heads elsewhere belong to other things, such as multi-token
+# prediction.
 PLACES = {"model", "language_model", "text_model", "transformer", "backbone", "gpt_neox"}
 
 
 def has_own_head(files: ModelFiles) -> bool:
-    """Whether an output matrix is stored that is not the embedding once more. Reads both as far as
-    they are alike. Raises IOFailure, and as ModelFiles.headers does."""
+    """True if a stored output matrix differs from the embedding. Reads both up to the first
+    difference.
+    Raises IOFailure, and as ModelFiles.headers does."""
     heads = list(_named(files, HEADS))
     embeddings = list(_named(files, EMBEDDINGS)) if heads else []
     return bool(embeddings) and not any(_alike(heads[0], other) for other in embeddings)
 
 
 def untied(config: ModelConfig) -> ModelConfig:
-    """The configuration of a model whose output matrix is its own."""
+    """The configuration with its output matrix untied."""
     raw = {**config.raw, FIELD: False}
     if isinstance(raw.get("text_config"), dict):
         raw["text_config"] = {**raw["text_config"], FIELD: False}
@@ -36,14 +38,14 @@ def _named(files: ModelFiles, words: tuple[str, ...]) -> Iterator[tuple[Path, En
     ends = tuple(f"{word}.weight" for word in words)
     for header in files.headers:
         for name, entry in header.entries.items():
-            if name.endswith(ends) and entry.inside is None:  # no expert has a head
+            if name.endswith(ends) and entry.inside is None:  # experts have no head
                 *places, word, _ = name.split(".")
                 if word in words and PLACES.issuperset(places):
                     yield header.path, entry
 
 
 def _alike(one: tuple[Path, Entry], other: tuple[Path, Entry]) -> bool:
-    """Whether two stored tensors are the same to the byte."""
+    """True if two stored tensors are the same to the byte."""
     (path, a), (beside, b) = one, other
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False

@@ -1,6 +1,6 @@
-"""Checks a checkpoint against the checksums that toastkit wrote into it, and its weights for NaN.
+"""Check a checkpoint against the checksums that toastkit wrote into it, and its weights for NaN.
 
-Files are read in large pieces, front to back. Imports neither MLX nor, without `values`, numpy.
+Files are read sequentially in large chunks. Imports neither MLX nor, without `values`, numpy.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from toastkit.model.toast_format import (
 from toastkit.store.writer import LAYOUT_KEY, Progress, layout_digest
 from toastkit.text.bounded_json import parse
 
-# dtype -> (numpy's name for as many bytes, bits that are all set in what is not finite, bits that
-# are not all zero in NaN). float8: https://arxiv.org/abs/2209.05433, E8M0: OCP MX 1.0.
+# dtype -> (numpy's type of its bits, bits that are all set if not finite, bits of which some are
+# set in NaN). float8: https://arxiv.org/abs/2209.05433, E8M0: OCP MX 1.0.
 NOT_FINITE = {
     "F16": ("<u2", 0x7C00, 0x03FF),
     "BF16": ("<u2", 0x7F80, 0x007F),
@@ -41,8 +41,8 @@ NOT_FINITE = {
 
 @dataclass(frozen=True)
 class Problem:
-    """file: its name. tensor: its name, None where the file as a whole is meant. reason: a phrase
-    without the names."""
+    """file: its name. tensor: its name, None for the file as a whole. reason: a phrase without the
+    names."""
 
     file: str
     tensor: str | None
@@ -54,18 +54,18 @@ class Problem:
 
 
 def has_checksums(files: ModelFiles) -> bool:
-    """Whether there is anything to compare contents with: toastkit wrote the checkpoint. Of others
-    `verify` checks only that files are whole. Raises as ModelFiles.headers does."""
+    """True if toastkit wrote the checkpoint, with checksums. Of others `verify` checks only that
+    files are complete. Raises as ModelFiles.headers does."""
     return any(map(_is_ours, files.headers))
 
 
 def verify(
     files: ModelFiles, *, values: bool = False, progress: Progress | None = None
 ) -> Iterator[Problem]:
-    """What is wrong with a checkpoint's weight files, as it is found.
+    """Yield the problems of a checkpoint's weight files as they are found.
 
     values: look for NaN and infinite weights too. progress(done, total): bytes read.
-    Raises NoInputError, DataError, IOFailure where files are missing or cannot be read at all.
+    Raises NoInputError, DataError, IOFailure if files are missing or unreadable.
     """
     headers, paths = [], files.weight_files()
     for path in paths:
@@ -75,7 +75,7 @@ def verify(
             reason = error.message.partition(f"cannot read {path.name}: ")[2]
             yield Problem(path.name, None, reason or error.message)
     if len(headers) == len(paths):
-        headers = files.headers  # raises for what no single file tells: a layer that is missing
+        headers = files.headers  # raises for what no single file shows: a missing layer
         yield from _check_index(files, headers)
     total = sum(entry.nbytes for header in headers for entry in header.stored)
     done = 0
@@ -109,12 +109,13 @@ def _check_index(files: ModelFiles, headers: list[Header]) -> Iterator[Problem]:
 
 
 def _is_ours(header: Header) -> bool:
-    """Whether toastkit wrote a file; one of these names may be what has changed."""
+    """True if toastkit wrote a file; any one of the keys is enough, as the others may be
+    damaged."""
     return any(key in header.metadata for key in (VERSION_KEY, LAYOUT_KEY, CHECKSUMS_KEY))
 
 
 def _checksums(header: Header) -> dict[str, dict[str, str]]:
-    """The checksums in a header, {} where they cannot be read."""
+    """The checksums in a header, {} if they cannot be read."""
     try:
         groups = parse(header.metadata.get(CHECKSUMS_KEY, "").encode())
         if isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values()):
@@ -125,7 +126,7 @@ def _checksums(header: Header) -> dict[str, dict[str, str]]:
 
 
 def _check_header(header: Header, expected: dict[str, str]) -> Iterator[Problem]:
-    """Whether the header is as it was written, and speaks of what there is."""
+    """Check that the header is unchanged and lists the tensors that have checksums."""
     file = header.path.name
     digest = layout_digest(header.stored, header.data_start, header.metadata)
     if header.metadata.get(LAYOUT_KEY) != digest:
@@ -142,7 +143,7 @@ def _check_header(header: Header, expected: dict[str, str]) -> Iterator[Problem]
 def _check_small_files(
     files: ModelFiles, header: Header, expected: dict[str, str]
 ) -> Iterator[Problem]:
-    """The small files that lie beside the weights, in a split checkpoint."""
+    """Check the small files beside the weights of a split checkpoint."""
     for name, digest in expected.items():
         if name in header.entries:
             continue
@@ -158,8 +159,8 @@ def _check_small_files(
 def _check_tensor(
     header: Header, entry: Entry, expected: dict[str, str], parts: list[Entry]
 ) -> Iterator[Problem]:
-    """Reads one stored tensor and compares. parts: it, or what it holds expert by expert, where the
-    values are looked at. Raises what from_os_error gives."""
+    """Read one stored tensor and compare. parts: itself, or the tensors interleaved in it, whose
+    values are checked. Raises what from_os_error gives."""
     name, padding = entry.name, entry.name.startswith(PAD_PREFIX)
     digest = new_digest() if name in expected else None
     scans = [_Scan(part) for part in parts if part.dtype in NOT_FINITE]
@@ -185,7 +186,7 @@ def _check_tensor(
 
 
 class _Scan:
-    """Counts what is not finite in a tensor's bytes. name: of the tensor."""
+    """Count the non-finite values in a tensor's bytes. name: of the tensor."""
 
     def __init__(self, entry: Entry):
         self.name = entry.name
@@ -200,7 +201,7 @@ class _Scan:
         self.count = 0
 
     def look(self, chunk: memoryview, place: int) -> None:
-        """Looks at what of a chunk, which begins at that byte of the file, is the tensor's."""
+        """Scan the tensor's part of a chunk that begins at byte `place` of the file."""
         end = min(place + len(chunk), self._stop)
         row = self._start + max(0, place - self._start) // self._stride * self._stride
         while row < end:
@@ -229,7 +230,7 @@ class _Scan:
 
 
 def _missing_groups(header: Header, found: set[str]) -> Iterator[Problem]:
-    """Layers that no file speaks of."""
+    """Report layers that no file has checksums of."""
     layers = range(layer_count(header.metadata))
     for group in [OUTSIDE_GROUP, *map(LAYER_GROUP.format, layers)]:
         if group not in found:

@@ -1,8 +1,8 @@
-"""What waits to be read, and which thread takes what of it.
+"""The queue of reads, and which thread takes which.
 
-What somebody waits for goes first. What lies in one piece of a file is read by one thread, one
-after another, and another thread begins elsewhere: a disk gives that twice as fast as pieces that
-several threads share, and the system reads ahead.
+Reads that are waited for go first. A contiguous run of a file is read sequentially by one thread,
+while others start elsewhere: disks read that twice as fast as pieces shared among threads, and the
+system's read-ahead works.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ NOW, AHEAD = 0, 1  # priorities
 
 
 class Run:
-    """Arrays of a request that follow one another in a file. reader: the thread that is at it."""
+    """Arrays of a request that are contiguous in a file. reader: the thread reading it."""
 
     def __init__(self) -> None:
         self.reader: int | None = None
 
 
 class Flight:
-    """A job under way. held: bytes of memory that are the reader's. run: that it is a part of, if
-    any. users: requests that want it. is_ahead: nobody waited for it when it was begun. read: bytes
-    of the files. outcome: its bytes, uint8 (rows, columns), or True for a filling, or what was
-    raised."""
+    """A job under way. held: bytes of memory owned by the reader. run: that it is part of, if any.
+    users: requests that want it. is_ahead: nobody waited for it when it began. read: bytes of the
+    files. outcome: its bytes, uint8 (rows, columns), or True for a filling, or the exception."""
 
     def __init__(self, job: Job | Filling):
         self.job = job
@@ -43,8 +42,8 @@ class Flight:
 
 
 class Waiting:
-    """Flights that nobody has begun with. Used under the reader's lock. raw: the files. wake():
-    has another thread look for something to do."""
+    """Flights not yet begun. Used under the reader's lock. raw: the files. wake(): lets another
+    thread look for work."""
 
     def __init__(self, raw: RawTensors, wake: Callable[[], None]):
         self._raw, self._wake = raw, wake
@@ -56,32 +55,32 @@ class Waiting:
 
     @property
     def now_bytes(self) -> int:
-        """Bytes that somebody waits for."""
+        """Bytes that are waited for."""
         return sum(flight.nbytes for flight in self._queues[NOW])
 
     def add(self, flight: Flight, priority: int) -> None:
-        """Puts a flight last into the queue of its priority."""
+        """Append a flight to the queue of its priority."""
         self._queues[priority][flight] = None
 
     def drop(self, flight: Flight) -> None:
-        """Takes a flight that nobody wants out of its queue."""
+        """Remove a flight that nobody wants from its queue."""
         for queue in self._queues:
             queue.pop(flight, None)
 
     def hurry(self, flights: Collection[Flight]) -> None:
-        """Somebody waits for these from now on, in the order that they have."""
+        """Move flights to the queue of those waited for, keeping their order."""
         for flight in [f for f in self._queues[AHEAD] if f in flights]:
             del self._queues[AHEAD][flight]
             self._queues[NOW][flight] = None
             self._wake()
 
     def take_now(self) -> list[Flight]:
-        """The flights that this thread is to read next, of those that somebody waits for."""
+        """Take the next flights for this thread, of those that are waited for."""
         queue = self._queues[NOW]
         return self._begin(queue, next(filter(self._may_take, queue), None))
 
     def take_ahead(self, room: int) -> list[Flight]:
-        """The same of what is read ahead: the first that there is room for, in bytes."""
+        """Take the next flights of read-ahead: the first that fits into `room` bytes."""
         queue = self._queues[AHEAD]
         first = next((f for f in queue if f.held <= room and self._may_take(f)), None)
         found = self._begin(queue, first, room)
@@ -90,8 +89,8 @@ class Waiting:
         return found
 
     def _may_take(self, flight: Flight) -> bool:
-        """Whether no other thread is at its run. What may stay in the system's cache lies there
-        most of the time, and is shared."""
+        """True if no other thread reads its run. What may stay in the page cache is mostly there
+        already, so its runs are shared."""
         run = flight.run
         return run is None or self._raw.cached or run.reader in (None, threading.get_ident())
 
@@ -103,12 +102,13 @@ class Waiting:
         if first.run is not getattr(self._own, "run", None):
             self.leave_run()
         if first.run is not None:
-            # In what is shared the last who came counts, and who leaves it first ends it.
+            # If a run is shared the last to join counts as its reader, and the first to leave ends
+            # it.
             self._own.run, first.run.reader = first.run, threading.get_ident()
         return _taken(queue, first, room)
 
     def leave_run(self) -> None:
-        """This thread is no longer at a run, and another may be."""
+        """Leave this thread's run to another."""
         run, self._own.run = getattr(self._own, "run", None), None
         if run is not None:
             run.reader = None
@@ -116,14 +116,14 @@ class Waiting:
 
 
 def in_order(jobs: Mapping[Any, Job | Filling]) -> list[tuple[Any, Job | Filling]]:
-    """Jobs for arrays in the order of the files; fillings as they come."""
+    """Jobs for arrays in file order, fillings in the order given."""
     place = lambda item: item[1].spans[:1] if isinstance(item[1], Job) else ()  # noqa: E731
     return sorted(jobs.items(), key=place)
 
 
 def find_runs(flights: Iterable[Flight]) -> None:
-    """Puts together what follows one another, of flights in the order of the files. To widen what
-    was read takes a thread longer than to read it: that is shared."""
+    """Group contiguous flights, given in file order, into runs. Not those to be widened: widening
+    takes longer than reading, so threads share it."""
     end: Span | None = None
     run = Run()
     for flight in flights:
@@ -138,8 +138,7 @@ def find_runs(flights: Iterable[Flight]) -> None:
 def _taken(
     waiting: OrderedDict[Flight, None], first: Flight, room: int | None = None
 ) -> list[Flight]:
-    """Takes a flight off those that wait, with all that alternate with it, or that there is room
-    for."""
+    """Take a flight from the queue, with all that interleave with it if they fit into `room`."""
     found = [first]
     if first.job.inside is not None:
         found += [f for f in waiting if f is not first and f.job.inside == first.job.inside]

@@ -1,8 +1,8 @@
-"""Writes a safetensors file tensor by tensor, without ever holding more than what it is given.
+"""Write a safetensors file tensor by tensor, holding no more than the data passed in.
 
-What will be in the file is known before the first byte is written, so every tensor's place is too;
-the checksums have a fixed length, so the header's length is known and the header is written last.
-Imports neither MLX nor numpy.
+The contents are known before the first byte is written, and so is every tensor's place; checksums
+have a fixed length, so the header's length is known too, and the header is written last. Imports
+neither MLX nor numpy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from toastkit.model.toast_format import (
 from toastkit.private_files import pwrite_all
 from toastkit.store.partial import Partial
 
-# Metadata: hex of the hash of all else that the header says, so that a change there is found too.
+# Metadata: hex digest of everything else in the header, to detect changes there too.
 LAYOUT_KEY = "layout"
 
 Checksums = dict[str, dict[str, str]]  # group -> tensor -> hex
@@ -43,9 +43,9 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to be written. dtype: as safetensors names it. group: where its checksum belongs.
-    aligned: it begins at a multiple of PAGE. parts: what its rows are made of, if it holds experts
-    one after another."""
+    """A tensor to be written. dtype: in safetensors' terms. group: of its checksum. aligned: begins
+    at a multiple of PAGE. parts: what its rows consist of, if it holds experts one after
+    another."""
 
     name: str
     dtype: str
@@ -61,11 +61,11 @@ class Planned:
 
 
 class TensorWriter:
-    """A safetensors file on its way to `path`, which appears when `finish` has been called and not
-    before. A context manager: whatever ends it earlier leaves no file.
+    """A safetensors file on its way to `path`, which appears only on `finish`. A context manager:
+    leaving it earlier leaves no file.
 
-    plan: every tensor, in order. metadata: texts for the header. checksums: of what is not in this
-    file, to be listed with those of what is. progress(done, total), in bytes of tensors.
+    plan: every tensor, in order. metadata: strings for the header. checksums: of what is not in
+    this file, to be listed with its own. progress(done, total), in bytes of tensors.
     Raises DataError for a plan too long for a header, BusyError, CannotCreateError, IOFailure.
     """
 
@@ -100,8 +100,8 @@ class TensorWriter:
             raise
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        """Takes the next bytes of the tensor whose turn it is. Raises ValueError for another tensor
-        or too many bytes, which is a bug, and as Partial.reported does."""
+        """Write the next bytes of the current tensor. Raises ValueError for another tensor or too
+        many bytes, which is a bug, and as Partial.reported does."""
         item = self._plan[self._next] if self._next < len(self._plan) else None
         view = memoryview(data).cast("B")
         if item is None or item.name != name:
@@ -129,15 +129,15 @@ class TensorWriter:
             self._complete(self._plan[self._next])
 
     def copy(self, name: str, source: Path, start: int, stop: int) -> None:
-        """Writes a whole tensor from bytes start:stop of another file, a chunk at a time.
-        Raises DataError where that file ends before, what from_os_error gives."""
+        """Write a whole tensor from bytes start:stop of another file, in chunks.
+        Raises DataError if that file ends before, what from_os_error gives."""
         for part in chunks(source, start, stop):
             if part is None:
                 raise DataError(f"cannot read {source}: truncated while it was read")
             self.write(name, part)
 
     def finish(self) -> None:
-        """Writes the padding and the header, and gives the file its name. Raises ValueError where
+        """Write the padding and the header, and give the file its name. Raises ValueError if
         tensors are missing, which is a bug, and as Partial.reported does."""
         if self._next < len(self._plan):
             raise ValueError(f"tensor {self._plan[self._next].name} is missing")
@@ -152,7 +152,7 @@ class TensorWriter:
         self._partial.discard()
 
     def _header(self) -> bytes:
-        """The header's JSON, filled with spaces so that the data begins at a multiple of PAGE."""
+        """The header's JSON, padded with spaces so that the data begins at a multiple of PAGE."""
         metadata = {**self._metadata, CHECKSUMS_KEY: _compact(self._checksums)}
         metadata[LAYOUT_KEY] = layout_digest(self._entries, 0, metadata)
         fields: dict[str, object] = {METADATA: metadata}
@@ -176,8 +176,9 @@ class TensorWriter:
 
 
 def lay_out(plan: Iterable[Planned]) -> list[Entry]:
-    """Where each tensor lies, with tensors of padding in all gaps. Offsets count from the data's
-    beginning. Raises ValueError for a name that occurs twice, which is a bug."""
+    """Place each tensor, with padding tensors in all gaps. Offsets count from the start of the
+    data.
+    Raises ValueError for a duplicate name, which is a bug."""
     entries: list[Entry] = []
     names: set[str] = set()
     end = pads = 0
@@ -188,7 +189,7 @@ def lay_out(plan: Iterable[Planned]) -> list[Entry]:
         names.add(item.name)
         aligned = aligned or item.aligned
         gap = -end % (PAGE if aligned else ITEM_ALIGNMENT) if item.nbytes else 0
-        aligned = aligned and not item.nbytes  # an empty tensor leaves it to the next one
+        aligned = aligned and not item.nbytes  # an empty tensor passes it on to the next
         if gap:
             entries.append(Entry(f"{PAD_PREFIX}{pads}", "U8", (gap,), end, end + gap))
             pads, end = pads + 1, end + gap
@@ -198,8 +199,8 @@ def lay_out(plan: Iterable[Planned]) -> list[Entry]:
 
 
 def layout_digest(entries: Iterable[Entry], data_start: int, metadata: Mapping[str, str]) -> str:
-    """Hex of the hash of what a header says: all tensors and their places, counted from data_start,
-    and the metadata but for LAYOUT_KEY itself."""
+    """Hex digest of what a header says: all tensors and their places, counted from data_start, and
+    the metadata except LAYOUT_KEY itself."""
     places = [
         [entry.name, entry.dtype, entry.shape, entry.start - data_start, entry.stop - data_start]
         for entry in entries
