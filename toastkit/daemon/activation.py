@@ -1,8 +1,8 @@
-"""What a service manager gives and is told: sockets that it listens on for us, and how we are.
+"""Service managers: inherited listening sockets, and status notifications.
 
-systemd passes sockets as descriptors from 3 on (sd_listen_fds(3)) and is told by datagrams
-(sd_notify(3)). launchd is asked for them by name; that part is written after its headers and has
-not been run on macOS yet.
+systemd passes sockets as descriptors from 3 on (sd_listen_fds(3)) and takes notifications as
+datagrams (sd_notify(3)). launchd is asked for sockets by name; that part follows its headers and
+has not been run on macOS yet.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ LAUNCHD_NAME = "Listeners"  # the key under Sockets in the property list
 
 
 def inherited_sockets() -> list[socket.socket]:
-    """The listening sockets that the service manager made; empty where there are none. The
-    variables that tell of them are taken away: no child is to believe them. Raises UsageError."""
+    """Return the listening sockets passed by the service manager; empty if there are none. Removes
+    its environment variables, so that no child takes them for its own. Raises UsageError."""
     if sys.platform == "darwin":
         fds = _from_launchd()
     else:
@@ -30,7 +30,7 @@ def inherited_sockets() -> list[socket.socket]:
 
 
 def is_activated() -> bool:
-    """Whether systemd has sockets for this very process."""
+    """True if systemd has passed sockets to this very process."""
     return bool(_count())
 
 
@@ -47,7 +47,7 @@ def _from_systemd() -> list[int]:
 
 
 def _from_launchd() -> list[int]:
-    """launch_activate_socket(3); it fails where launchd did not start us, which is no error."""
+    """launch_activate_socket(3); it fails if launchd did not start us, which is no error."""
     import ctypes
 
     system = ctypes.CDLL(None)
@@ -76,19 +76,19 @@ def _listener(fd: int) -> socket.socket:
 
 
 def notify(*lines: str) -> None:
-    """Tells the service manager, where it wants to be told: READY=1, STOPPING=1 and the like."""
+    """Notify the service manager, if it listens: READY=1, STOPPING=1 and the like."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
     if address.startswith("@"):
         address = "\0" + address[1:]
-    # Where nobody listens, that is the manager's business.
+    # If nobody listens, that is the manager's business.
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
         out.setblocking(False)
         out.sendto("\n".join(lines).encode(), address)
 
 
 def notify_reloading() -> None:
-    """RELOADING=1, with the time that systemd wants beside it."""
+    """Send RELOADING=1 with the timestamp that systemd requires."""
     usec = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
     notify("RELOADING=1", f"MONOTONIC_USEC={usec}")

@@ -1,11 +1,11 @@
 """Runs of other processes on this daemon's weights: toast-prefill and toast-decode attach.
 
-Their stages, pipes and locks stay with them (engine/remote.py); what is here is the state, and a
-copy of the session's lock. Everything below runs on the worker's thread, one op at a time, but for
-`Attached.hang_up`. The ops are described in toasted(7).
+Their stages, pipes and locks stay with them (engine/remote.py); the daemon has the state and a
+duplicate of the session's lock. Everything below runs on the worker's thread, one op at a time,
+except `Attached.hang_up`. The ops are described in toasted(7).
 
-A run's state lives as long as its connection, or until it is released. It outlives the weights: an
-idle daemon may unload them, and loads them again for the next op.
+A run's state lives as long as its connection, or until released. It outlives the weights: an idle
+daemon may unload them, and loads them again for the next op.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     from toastkit.daemon.service import Service
     from toastkit.engine.state import ModelState
 
-KEY = "attached"  # of the connection's store
-COUNTED = ("residency", "slots")  # policies whose reports a run gets
+KEY = "attached"  # in the connection's store
+COUNTED = ("residency", "slots")  # policies that a run gets reports of
 DTYPES = ("float32", "float16", "bfloat16")
 
 
 class Attached:
-    """What one connection has here. service: whose weights are used, while they are loaded.
-    prompt: ids of the run's prompt. state: what has been read, None between two runs. ended: why
-    the daemon has ended the run."""
+    """The run of one connection. service: whose weights it uses, while they are loaded. prompt: its
+    token ids. state: model state, None between two runs. ended: why the daemon has ended the
+    run."""
 
     def __init__(self, fingerprint: str):
         self.fingerprint = fingerprint
@@ -57,10 +57,10 @@ class Attached:
         self.prompt: list[int] = []
         self.state: ModelState | None = None
         self.ended: ToastError | None = None
-        self.at_work = threading.Lock()  # the session's files are in use
+        self.at_work = threading.Lock()  # held while the session's files are in use
 
     def plug(self, service: Service) -> None:
-        """Uses these weights from now on."""
+        """Use the weights of this service from now on."""
         if self.service is not service and self.state is not None:
             self.state.cache = service.engine.counted(self.state.cache)
         self.service = service
@@ -68,15 +68,14 @@ class Attached:
             service.attached.append(self)
 
     def counted(self) -> dict[str, Any]:
-        """What there is to say of the run at its end, by the names of policies; nothing while the
-        model is not loaded."""
+        """The run's final report, by policy; empty while the model is not loaded."""
         reports = {} if self.service is None else self.service.engine.run_report()
         return {name: reports[name] for name in COUNTED if name in reports}
 
     def unplug(self) -> None:
-        """Lets the weights go, for a model that is unloaded, and keeps the state."""
+        """Release the weights of a model that is being unloaded, keeping the state."""
         if self.state is not None:
-            self.state.take_back()  # a graph that is built ahead holds them
+            self.state.take_back()  # a graph built ahead holds them
         self._unplug()
 
     def _unplug(self) -> None:
@@ -85,7 +84,7 @@ class Attached:
             self.service = None
 
     def let_go(self) -> None:
-        """Drops the state, and closes our copy of the session's lock. May be called again."""
+        """Drop the state, and close our duplicate of the session's lock. Idempotent."""
         with self.at_work:
             self._close_session()
             if self.state is not None:
@@ -95,18 +94,18 @@ class Attached:
         self._unplug()
 
     def end(self, why: ToastError) -> None:
-        """Ends a run for the daemon's own reasons: the session gets what has been read, and the
-        next op is told why."""
-        with self.at_work, suppress(Exception):  # it is no worse than without that commit
+        """End a run for the daemon's own reasons: commit what has been read to the session, and
+        report why to the next op."""
+        with self.at_work, suppress(Exception):  # a failed commit leaves the session as it was
             if self.state is not None:
                 self.state.commit()
         self.let_go()
         self.ended = why
 
     def hang_up(self, later: Callable[[Callable[[], None]], None]) -> None:
-        """The connection has ended; on the front's thread. The session is free at once, unless it
-        is being written just now: a second writer need not wait until the worker has time. The
-        arrays are the worker's to drop."""
+        """Handle the end of the connection, on the front's thread. The session is released at once,
+        so that another writer need not wait for the worker, unless it is being written. The worker
+        drops the arrays."""
         if self.at_work.acquire(blocking=False):
             try:
                 self._close_session()
@@ -128,10 +127,10 @@ def serve(
     channel: Channel,
     later: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Does one op and replies. Raises ToastError for one that fails.
+    """Perform one op and reply. Raises ToastError if it fails.
 
-    load: gives the weights, loaded if need be. later: has the worker call something when it has
-    time. The descriptors of the request that are not taken out of it are the caller's to close.
+    load: returns the service, loading the model if need be. later: schedules a call on the worker's
+    thread. The caller closes the descriptors that are left in the request.
     """
     if channel.gone:
         return
@@ -163,16 +162,16 @@ def serve(
     attached.plug(service)
     channel.reply(_done(attached, service, request))
     if request.op == "step":
-        service.engine.look_ahead(_state(attached))  # while the client chooses the token
+        service.engine.look_ahead(_state(attached))  # while the client samples the token
 
 
 def _done(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
-    """Does one op of a run; the reply."""
+    """Perform one op of a run and return the reply."""
     try:
         with attached.at_work:
             return OPERATIONS[request.op](attached, service, request)
     except ToastError:
-        raise  # the state is as it was
+        raise  # the state is unchanged
     except BaseException:
         attached.let_go()
         raise
@@ -185,8 +184,8 @@ def _done(attached: Attached, service: Service, request: Request) -> dict[str, A
 
 
 def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -> dict[str, Any]:
-    """Holds the client's model, device and dtypes against ours. Raises NoInputError where it would
-    compute something else by itself."""
+    """Compare the client's model, device and dtypes with ours. Raises NoInputError if the client
+    would compute something else by itself."""
     fingerprint, device, dtype, kv_bits = (request.raw[name] for name in ATTACH_OPS["attach"])
     if not isinstance(fingerprint, str):
         raise UsageError(f"fingerprint: {kind(fingerprint)} instead of a string")
@@ -236,7 +235,7 @@ def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -
 
 
 def _restore(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
-    """Begins a run: from the session, from another one, or from nothing."""
+    """Begin a run: from its session, from another session, or from an empty state."""
     path, source = _path(request, "session"), _path(request, "source")
     ids = _ids(request, service)
     session = None if path is None else _lent_session(request, path, attached.fingerprint)
@@ -258,26 +257,25 @@ def _restore(attached: Attached, service: Service, request: Request) -> dict[str
 
 
 def _give_back(session: Session) -> None:
-    """The lock first, then the session is closed: whether the directory stays is for the one who
-    lent it to decide."""
+    """Close the lock first, then the session: its owner decides whether the directory stays."""
     if session.lock is not None:
         session.lock.release()
     session.close()
 
 
 def _lent_session(request: Request, path: Path, fingerprint: str) -> Session:
-    """The session whose lock has come with the request."""
+    """The session whose lock was sent with the request."""
     if len(request.fds) != 1:
         raise UsageError("session: the descriptor of its lock has to come along, and no other")
     try:
         lock = WriterLock.from_fd(path, request.fds.pop(), lent=True)
     except DataError as error:
-        # In a container, say, or with a private directory for temporary files.
+        # In a container, for instance, or with a private /tmp.
         hint = "the daemon may not see the same files; --no-daemon does without it"
         raise DataError(error.message, hint) from error
     held = False
     with suppress(OSError):
-        held = try_lock(lock.fileno())  # which changes nothing for a copy of one that is held
+        held = try_lock(lock.fileno())  # no effect on a duplicate of a held lock
     if not held:
         lock.release()
         raise BusyError(f"session {display_name(path)} is in use by another writer")
@@ -285,14 +283,14 @@ def _lent_session(request: Request, path: Path, fingerprint: str) -> Session:
 
 
 def _count(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
-    """Counts from here on; what others have done since is counted too."""
+    """Count from here on, including what other runs do meanwhile."""
     service.engine.begin_run()
     return {"counting": {}}
 
 
 def _read(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
-    """One pass over the prompt, short while others answer. As in every prefill, the last token may
-    be read by a step of its own."""
+    """Run one prefill pass, short while others are answering. As in every prefill, the last token
+    may be a decode step of its own."""
     state = _state(attached)
     held = len(state.tokens)
     ids = _ids(request, service)
@@ -307,7 +305,7 @@ def _read(attached: Attached, service: Service, request: Request) -> dict[str, A
 
 
 def _step(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
-    """Runs the model on one more token."""
+    """Decode step: run the model on one token."""
     state, engine = _state(attached), service.engine
     token = request.raw["token"]
     if type(token) is not int or not 0 <= token < engine.vocab:
@@ -334,7 +332,7 @@ OPERATIONS = {
 
 
 def encoded(state: ModelState) -> str | None:
-    """The logits (vocab,) float32 as base64 of their bytes, little-endian; waits for them."""
+    """The logits (vocab,) float32 in base64, little-endian; waits for them."""
     if state.logits is None:
         return None
     import binascii
@@ -343,7 +341,7 @@ def encoded(state: ModelState) -> str | None:
 
 
 def _state(attached: Attached) -> ModelState:
-    assert attached.state is not None  # serve has made sure
+    assert attached.state is not None  # checked by serve
     return attached.state
 
 

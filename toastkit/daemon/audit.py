@@ -1,6 +1,6 @@
-"""The audit log: a JSON line for every request, on who asked what of which model, and how it went.
+"""The audit log: one JSON line per request: who asked what of which model, and the outcome.
 
-Auditing never fails a request: where the disk is full, a line is left out and that is said once.
+Auditing never fails a request: if the disk is full, the line is dropped and a warning given once.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 from toastkit.errors import from_os_error, reported_as
 from toastkit.private_files import Descriptor, make_private_directories, open_private
 
-MAX_BYTES = 10 << 20  # of a file
-MAX_FILES = 5  # the one that is written and its predecessors, FILE.1 to FILE.4
+MAX_BYTES = 10 << 20  # per file
+MAX_FILES = 5  # the current one and FILE.1 to FILE.4
 
 
 class Audit(Descriptor):
-    """The log at a path, mode 0600. keep_text: what was asked and answered is kept too. say: is
-    told of the first line that could not be written.
+    """The audit log at a path, mode 0600. keep_text: log prompts and answers too. say: called for
+    the first line that could not be written.
 
-    Raises CannotCreateError where the file cannot be made or is no regular file. Thread-safe.
+    Raises CannotCreateError if the file cannot be created or is not a regular file. Thread-safe.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Audit(Descriptor):
             self._open()
 
     def write(self, record: dict[str, Any], texts: dict[str, Any] | None = None) -> None:
-        """Appends a record, after the time in UTC, with its texts where those are kept. Raises
-        nothing."""
+        """Append a record, preceded by the UTC time, with its texts if these are kept. Never
+        raises."""
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         whole = {"time": now, **record, **((texts or {}) if self._keep_text else {})}
         line = json.dumps(whole, ensure_ascii=False, default=str).encode("utf-8", "replace") + b"\n"
@@ -61,7 +61,7 @@ class Audit(Descriptor):
                 self._complain(error)
 
     def reopen(self) -> None:
-        """Goes on in the file that is at the path now, a new one where it was moved away."""
+        """Continue in the file that is at the path now, a new one if it was moved away."""
         with self._lock:
             self._warned = False
             try:
@@ -70,7 +70,7 @@ class Audit(Descriptor):
                 self._complain(error)
 
     def close(self) -> None:
-        """Closes the file. May be called again."""
+        """Close the file. Idempotent."""
         with self._lock:
             super().close()
 
@@ -80,7 +80,7 @@ class Audit(Descriptor):
         os.fchmod(self._fd, 0o600)
 
     def _follow(self) -> None:
-        """Opens the file where that has not been done, or another program has moved it away."""
+        """Open the file if it is not open, or another program has moved it away."""
         try:
             if self._fd >= 0 and os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
                 return
@@ -89,7 +89,7 @@ class Audit(Descriptor):
         self._open()
 
     def _rotate(self, size: int) -> None:
-        """Begins a new file where the line would make this one too long."""
+        """Start a new file if the line would exceed MAX_BYTES."""
         here = os.fstat(self._fd).st_size
         if not here or here + size <= self._max_bytes:
             return
@@ -102,7 +102,7 @@ class Audit(Descriptor):
         self._open()
 
     def _append(self, line: bytes) -> None:
-        """Appends all of the line, or nothing of it."""
+        """Append the whole line or nothing."""
         written = os.write(self._fd, line)
         if written < len(line):
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)

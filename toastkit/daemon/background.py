@@ -1,8 +1,8 @@
-"""Going into the background: fork, setsid, fork, before anything of MLX is there.
+"""Daemonise: fork, setsid, fork, before MLX is imported.
 
 Metal's connection to the GPU does not survive a fork. So the fork comes first, and the model is
-loaded by the process that will use it; the process that was started waits on a pipe until the
-daemon says that it is ready, or why it is not.
+loaded by the process that uses it; the process that was started waits on a pipe until the daemon
+reports that it is ready, or why it is not.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from toastkit.errors import ToastError, UnavailableError, reported_as
 from toastkit.private_files import make_private_directories, open_private
 from toastkit.text.terminal import shown
 
-FIRST_FREE = 3  # where the pipe is, once everything else has been closed
+FIRST_FREE = 3  # descriptor of the pipe, after all others are closed
 _MAX_BYTES = 1 << 16
 
 
 class Starter:
-    """The daemon's end of the pipe to the process that waits for it."""
+    """The daemon's end of the pipe to the process that started it."""
 
     def __init__(self, fd: int):
         self._fd = fd
 
     def ready(self) -> None:
-        """Says that the daemon is ready. Raises UnavailableError if it has gone already: whoever
-        interrupts the start wants no daemon."""
+        """Report that the daemon is ready. Raises UnavailableError if that process is gone:
+        interrupting the start means that no daemon is wanted."""
         if not self._tell({"ready": os.getpid()}):
             raise UnavailableError("whoever started the daemon has gone")
 
     def failed(self, error: ToastError) -> None:
-        """Sends the error that it is to report and to exit with."""
+        """Send the error that it is to report and to exit with."""
         self._tell({"code": error.code, "message": error.message, "hint": error.hint})
 
     def _tell(self, what: dict) -> bool:
@@ -54,11 +54,11 @@ class Starter:
 
 
 def detach(log: str) -> Starter | int:
-    """Goes into the background. Returns a Starter in the daemon, and in the process that was
-    started, once the daemon is ready, its process id.
+    """Daemonise. Return a Starter in the daemon; in the process that was started, the daemon's
+    process id, once it is ready.
 
-    log: the file that the daemon's standard error is appended to. Raises ToastError, with the
-    daemon's message and code, where the daemon could not start.
+    log: file that the daemon's standard error is appended to. Raises ToastError, with the daemon's
+    message and code, if it could not start.
     """
     if "mlx" in sys.modules or "mlx.core" in sys.modules:
         raise ToastError("cannot fork: MLX is loaded, and Metal does not survive a fork")
@@ -89,12 +89,12 @@ def _open_log(log: str) -> int:
 
 
 def _detach_from_shell(errors: int, pipe: int) -> None:
-    """The daemon's descriptors and directory: nothing of the shell's is held on to."""
-    with suppress(FileNotFoundError):  # of a directory that was removed nothing can be imported
+    """Set up the daemon's descriptors and working directory, keeping none of the shell's."""
+    with suppress(FileNotFoundError):  # nothing can be imported from a directory that was removed
         start = os.getcwd()
         sys.path[:] = [os.path.join(start, entry) for entry in sys.path]
     os.chdir("/")
-    # Out of the way of 0 to 3 first, in case the shell had closed one of them.
+    # Move them out of the way of 0 to 3 first, in case the shell had closed one of those.
     errors, pipe = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (errors, pipe))
     null = fcntl.fcntl(os.open(os.devnull, os.O_RDWR), fcntl.F_DUPFD_CLOEXEC, 10)
     for source, target in ((null, 0), (null, 1), (errors, 2)):
@@ -102,12 +102,12 @@ def _detach_from_shell(errors: int, pipe: int) -> None:
     os.dup2(pipe, FIRST_FREE, inheritable=False)
     for name in os.listdir("/dev/fd"):
         if int(name) > FIRST_FREE:
-            with suppress(OSError):  # the one that listed them
+            with suppress(OSError):  # the one used to list them
                 os.close(int(name))
 
 
 def _wait(read: int, child: int, log: str) -> int:
-    """The process id of the daemon that was started. Raises the error that it has sent."""
+    """The process id of the daemon. Raises the error that it sends."""
     os.waitpid(child, 0)
     data = b""
     while piece := os.read(read, _MAX_BYTES):
@@ -124,7 +124,7 @@ def _wait(read: int, child: int, log: str) -> int:
 
 
 def say_with_time(line: str) -> None:
-    """Writes one line into the log file, with the time."""
+    """Write one line to the log file, with the time."""
     print(
         f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} toasted: {shown(line)}",
         file=sys.stderr,
@@ -133,6 +133,6 @@ def say_with_time(line: str) -> None:
 
 
 def die(code: int) -> NoReturn:
-    """Ends the process at once, whatever its threads are doing."""
+    """End the process at once, whatever its threads are doing."""
     sys.stderr.flush()
     os._exit(code)

@@ -1,9 +1,9 @@
-"""The way back to a client. Replies come from the worker's thread and from the front's; neither
-ever waits for a reader.
+"""Replies to clients. They come from the worker's thread and from the front's; neither ever blocks
+on a client.
 
-What the socket does not take at once is kept, and the front's loop sends it on. Who lets more than
-UNSENT_LIMIT wait, and is to get yet another reply, is cut off: what may wait is bounded by the
-limit and one reply.
+What the socket does not take at once is buffered, and sent by the front's loop. A client with more
+than UNSENT_LIMIT unsent is cut off at the next reply, so its buffer is bounded by the limit plus
+one reply.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
     from toastkit.daemon.connection import Connection
 
 UNSENT_LIMIT = 1 << 20  # bytes
-SEND_BYTES = 1 << 18  # a single send(2)
+SEND_BYTES = 1 << 18  # per send(2)
 _FLAGS = getattr(socket, "MSG_DONTWAIT", 0) | getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 class Outbox:
-    """The bytes on their way to one client; any thread may put some in.
+    """The unsent bytes of one client; any thread may add to them.
 
-    connection: non-blocking; it is closed by close() and by nothing else, so that no thread ever
-    sends to a descriptor that has become another's. wake(): called when the loop is to look.
-    gone: nobody will read any more.
+    connection: non-blocking; closed only by close(), so that no thread ever sends to a reused
+    descriptor. wake(): called when the loop has work here. gone: nobody will read any more.
     """
 
     def __init__(self, connection: socket.socket, wake: Callable[[], None]):
@@ -43,11 +42,11 @@ class Outbox:
 
     @property
     def pending(self) -> int:
-        """Number of bytes that wait to be sent."""
+        """Number of unsent bytes."""
         return len(self._waiting)
 
     def put(self, data: bytes) -> None:
-        """Sends, or keeps, or cuts the client off. Never waits, never raises."""
+        """Send, buffer, or cut the client off. Never blocks, never raises."""
         with self._lock:
             if self.gone:
                 return
@@ -65,7 +64,7 @@ class Outbox:
             self._wake()
 
     def flush(self) -> None:
-        """Sends what waits, as far as the socket takes it: once, so that others get their turn."""
+        """Send what the socket takes in one call, so that other clients get their turn."""
         with self._lock:
             if self._waiting and not self.gone:
                 with memoryview(self._waiting) as view:
@@ -74,18 +73,18 @@ class Outbox:
             self._finish_if_sent()
 
     def finish(self) -> None:
-        """Nothing comes after what waits: the client sees the end once it has read that."""
+        """Close the sending side once everything is sent."""
         with self._lock:
             self._finishing = True
             self._finish_if_sent()
 
     def hang_up(self) -> None:
-        """The peer has gone: what waits is dropped, what comes is too."""
+        """The peer is gone: drop what is unsent and whatever is added."""
         with self._lock:
             self._give_up()
 
     def close(self) -> None:
-        """Closes the socket. May be called again."""
+        """Close the socket. Idempotent."""
         with self._lock:
             self._give_up()
             if not self._closed:
@@ -93,7 +92,7 @@ class Outbox:
                 self._socket.close()
 
     def _send(self, data: bytes | memoryview) -> int:
-        """Bytes sent; where the peer has gone, that is noted."""
+        """Return the bytes sent; note if the peer is gone."""
         try:
             return self._socket.send(data, _FLAGS)
         except (BlockingIOError, InterruptedError):
@@ -115,8 +114,8 @@ class Outbox:
 
 
 class Channel:
-    """The way back of one request. connection: that it came by. identity: of the request, which
-    comes with every reply."""
+    """The replies to one request. connection: it came from. identity: the request's id, repeated in
+    every reply."""
 
     def __init__(self, connection: Connection):
         self.connection = connection
@@ -125,17 +124,17 @@ class Channel:
 
     @property
     def gone(self) -> bool:
-        """Whether nobody will read the answer: the request is cancelled."""
+        """True if nobody will read the answer: the request is cancelled."""
         return self.connection.outbox.gone
 
     def reply(self, message: dict[str, Any]) -> None:
-        """Sends one reply, from any thread. Never waits, never raises; after done() it is dropped,
-        since the connection belongs to the next request."""
+        """Send one reply, from any thread. Never blocks, never raises; dropped after done(), when
+        the connection belongs to the next request."""
         if not self.over:
             self.connection.outbox.put(encode(message, self.identity))
 
     def done(self) -> None:
-        """The request is over: the connection's next line may be read. To be called once."""
+        """End the request, so that the connection's next line is read. Call once."""
         if not self.over:
             self.over = True
             self.connection.attend()
@@ -147,8 +146,8 @@ def error_reply(error: ToastError) -> dict[str, Any]:
 
 
 def encode(message: dict[str, Any], identity: str | int | None) -> bytes:
-    """A reply as a line. What JSON cannot say becomes what comes nearest: a reply that raised would
-    leave its client waiting for ever."""
+    """Encode a reply as a line. What JSON cannot express is approximated: raising here would leave
+    the client waiting for ever."""
     if identity is not None:
         message = {"id": identity, **message}
     try:
@@ -159,13 +158,13 @@ def encode(message: dict[str, Any], identity: str | int | None) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What json cannot write: numbers of numpy and MLX as numbers, all else as text."""
+    """Convert for json: numpy and MLX scalars to numbers, anything else to text."""
     item = getattr(value, "item", None)
     return _finite(item()) if callable(item) else str(value)
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN: they become null."""
+    """Replace infinity and NaN, which JSON lacks, with null."""
     if isinstance(value, dict):
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

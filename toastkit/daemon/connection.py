@@ -1,9 +1,9 @@
-"""One client's connection, as the front's thread sees it: bytes in, lines and descriptors out.
+"""A client connection on the front's thread: bytes in, lines and descriptors out.
 
-A descriptor (SCM_RIGHTS) belongs to the line with which it was sent. Linux ends a recvmsg(2) with
-the piece that carries descriptors, so that is the line of the last byte received. Elsewhere bytes
-sent later may come along; so a client that sends descriptors waits for the reply to that line
-before it sends the next.
+A descriptor (SCM_RIGHTS) belongs to the line it was sent with. Linux ends a recvmsg(2) with the
+segment that carries descriptors, so that is the line of the last byte received. Elsewhere later
+bytes may be included; so a client that sends descriptors waits for the reply to that line before it
+sends the next.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from toastkit.errors import DataError
 from toastkit.wire import Peer
 
 READ_BYTES = 1 << 16
-MAX_FDS = 8  # with one piece of a line, and waiting for their lines
+MAX_FDS = 8  # per recvmsg, and pending per connection
 _INT = struct.Struct("i")
 
 
 class Connection:
-    """peer: who is there. store: for the worker, what lives as long as the connection; one with
-    something in it is not closed for being idle. on_close: called once, on the front's thread, when
-    it ends; a request of it may still be running then. channel: the request that is running, if one
-    is. eof: the client sends no more. touched: time.monotonic() of the last sign of life. ends:
-    when it is closed at the latest, where it has been told that it is to go; what it sends until
-    then is thrown away.
-    """
+    """peer: its credentials. store: the worker's per-connection data; while it is not empty the
+    connection is not closed for being idle. on_close: called once on closing, on the front's
+    thread; a request may still be running then. channel: of the running request, if any. eof: the
+    client sends no more. touched: time.monotonic() of the last activity. ends: deadline for
+    closing, once it has been told to go; its input is discarded until then."""
 
     def __init__(
         self,
@@ -44,7 +42,7 @@ class Connection:
     ):
         connection.setblocking(False)
         self.peer = peer
-        self.attend = lambda: attend(self)  # has the loop look at it; from any thread
+        self.attend = lambda: attend(self)  # has the loop handle it; thread-safe
         self.outbox = Outbox(connection, self.attend)
         self.store: dict[str, Any] = {}
         self.on_close: list[Callable[[], None]] = []
@@ -52,42 +50,41 @@ class Connection:
         self.eof = False
         self.ends: float | None = None
         self.touched = time.monotonic()
-        self.watched: int | None = None  # the events that the loop waits for, once it does
+        self.watched: int | None = None  # the events that the loop polls for, once it does
         self._socket = connection
         self._fd = connection.fileno()
         self._max_line = max_line
         self._input = bytearray()
-        self._scanned = 0  # bytes of it that hold no newline
-        self._received = 0  # bytes, of the whole connection
+        self._scanned = 0  # bytes of it known to hold no newline
+        self._received = 0  # bytes, in total
         self._taken = 0
-        self._fds: list[tuple[int, list[int]]] = []  # and where the piece they came with ends
+        self._fds: list[tuple[int, list[int]]] = []  # with the end of the segment they came with
 
     def fileno(self) -> int:
-        """The descriptor, also after it has been closed: the loop's name for the connection."""
+        """The descriptor, also after closing: the loop's key for the connection."""
         return self._fd
 
     @property
     def busy(self) -> bool:
-        """Whether the next line has to wait: for the request before it, or for its reader."""
+        """True if the next line must wait, for the current request or for the client to read."""
         return self.channel is not None or self.outbox.pending > 0 or self.ends is not None
 
     @property
     def buffered(self) -> int:
-        """Bytes received that are no line yet, or one that waits."""
+        """Bytes received that are not yet processed."""
         return len(self._input)
 
     def events(self) -> int:
-        """What the loop is to poll for; a hang-up is reported in any case."""
+        """The events to poll for; a hang-up is reported in any case."""
         wanted = select.POLLOUT if self.outbox.pending else 0
         if not self.eof and (self.ends is not None or len(self._input) <= self._max_line):
             wanted |= select.POLLIN
         return wanted
 
     def read(self) -> None:
-        """Takes what is there, one read's worth. Raises OSError, and DataError for descriptors that
-        cannot be taken."""
+        """Receive once. Raises OSError, and DataError for descriptors that cannot be taken."""
         if self.ends is not None:
-            self.eof = not self._socket.recv(READ_BYTES)  # descriptors are dropped by the kernel
+            self.eof = not self._socket.recv(READ_BYTES)  # the kernel drops descriptors
             return
         size = socket.CMSG_SPACE(MAX_FDS * _INT.size)
         flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -103,8 +100,8 @@ class Connection:
         self._input += data
 
     def next_line(self) -> tuple[bytes, list[int]] | None:
-        """The next whole line without its newline, and the descriptors that came with it; None if
-        there is none yet. What the client sent last may lack the newline.
+        """The next complete line without its newline, and its descriptors; None if there is none
+        yet. The last line before EOF may lack the newline.
 
         Raises DataError for a line over the limit; nothing can be read after that.
         """
@@ -128,15 +125,15 @@ class Connection:
         return line, fds
 
     def say_goodbye(self, seconds: float) -> None:
-        """Nothing more is said, and what is read is thrown away, for some time. To close at once
-        would reset the connection, and a client that still writes would lose the reply."""
+        """Send nothing more, and discard input for some time. Closing at once would reset the
+        connection, and a client that is still writing would lose the reply."""
         self.outbox.finish()
         self.ends = time.monotonic() + seconds
         self._drop_input()
 
     def close(self) -> None:
-        """Closes it, drops what waits, and tells those who asked to be told. May be called again.
-        Raises what they raise, after all have been called."""
+        """Close, drop what is unsent, and call on_close callbacks. Idempotent. Raises what they
+        raise, after all have been called."""
         self.outbox.close()
         self._drop_input()
         failure: Exception | None = None
@@ -163,12 +160,12 @@ def _descriptors(messages: list[tuple[int, int, bytes]]) -> list[int]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds += (fd for (fd,) in _INT.iter_unpack(data[: len(data) // _INT.size * _INT.size]))
     for fd in fds:
-        os.set_inheritable(fd, False)  # where the flag of recvmsg does not do it
+        os.set_inheritable(fd, False)  # for systems where recvmsg's flag does not
     return fds
 
 
 def close_all(fds: list[int]) -> None:
-    """Closes descriptors that came with a line."""
+    """Close descriptors that came with a line."""
     for fd in fds:
-        with suppress(OSError):  # whoever took it has closed it
+        with suppress(OSError):  # already closed by whoever took it
             os.close(fd)

@@ -1,4 +1,4 @@
-"""One request under way: the frames of its stages, told to the one who asked as replies."""
+"""A request in progress: the frames of its stages become replies to the client."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from toastkit.stages.sample import DrawOptions
 if TYPE_CHECKING:
     from toastkit.daemon.service import Service
 
-WORTH_KEEPING = 256  # tokens read, from which on an unfinished state is kept for another try
-PROGRESS_SECONDS = 0.1  # between two progress replies
+WORTH_KEEPING = 256  # tokens read; shorter unfinished states are not kept for a retry
+PROGRESS_SECONDS = 0.1  # between progress replies
 
 
 class Channel(Protocol):
-    """The way back to the one who asked."""
+    """Where replies go."""
 
     @property
     def gone(self) -> bool:
-        """Whether nobody reads any more."""
+        """True if nobody reads any more."""
 
     def reply(self, message: dict) -> None: ...
 
@@ -49,9 +49,10 @@ class Channel(Protocol):
 
 
 class Conversation:
-    """A request that has got its place at the device.
+    """A request that has been admitted to the device.
 
-    want: what it waits for: "read", a pass over its prompt; "step", a step; None: it is over.
+    want: what it waits for: "read" (a prefill pass), "step" (a decode step), or None once it is
+    over.
     """
 
     def __init__(self, prepared: Prepared, channel: Channel, service: Service):
@@ -59,7 +60,7 @@ class Conversation:
         self.channel = channel
         self._service = service
         self.want: str | None = "read"
-        self.last_read = 0  # the scheduler's count of passes, when it last had one
+        self.last_read = 0  # the scheduler's pass counter at its last pass
         self.end: End | None = None
         self.error: ToastError | None = None
         self._text: list[str] = []
@@ -99,7 +100,7 @@ class Conversation:
         return self.want == "read"
 
     def advance(self) -> None:
-        """Goes on until it wants the device again, or is over."""
+        """Run until it needs the device again, or is over."""
         try:
             if self.channel.gone:
                 return self.give_up()
@@ -118,7 +119,7 @@ class Conversation:
         return None
 
     def give_up(self) -> None:
-        """Nobody waits for it any more: stops it where it is, and keeps what was read."""
+        """Stop where it is, because nobody waits for it, and keep what was read."""
         self.want = None
         try:
             self._frames.close()  # type: ignore[attr-defined]
@@ -128,14 +129,14 @@ class Conversation:
         self._close()
 
     def abort(self) -> None:
-        """Lets everything go after a failure that is not the user's."""
+        """Release everything after an internal failure."""
         self.want = None
-        with suppress(Exception):  # the first failure is the one to tell of
+        with suppress(Exception):  # report the first failure
             self._frames.close()  # type: ignore[attr-defined]
         self._close()
 
     def _close(self) -> None:
-        """Lets go of the state and of a named session, whatever happened."""
+        """Release the state and any named session, whatever happened."""
         state, self.runs.state = self.runs.state, None
         if state is not None:
             self._service.stepper.leave(state)
@@ -144,7 +145,7 @@ class Conversation:
             self.runs.named.close()
 
     def _keep_prompt(self) -> None:
-        """Keeps a long prompt as soon as it is read: the daemon may be killed while it answers."""
+        """Keep a long prompt as soon as it is read: the daemon may be killed while it answers."""
         state = self.runs.state
         assert state is not None  # it is about to step
         read = len(self.prepared.ids) - self.runs.cached
@@ -152,15 +153,15 @@ class Conversation:
         if wanted and read >= WORTH_KEEPING:
             request = self.prepared.request
             key = conversation_hash(messages_of(request), request.tools)
-            # The caches hold the prompt and no more, for the first step is due and not taken yet.
-            # Their arrays are shared until it writes.
+            # The caches hold exactly the prompt, as the first step has not been taken. Arrays are
+            # shared (copy on write).
             self._early = self._service.memory.keep(
                 key, self.prepared.ids, copy_caches(state.cache), state.savepoints,
                 self.runs.parent, self.prepared.key,
             )  # fmt: skip
 
     def _keep(self) -> None:
-        """Keeps the state for the next turn, unless little was read and nothing answered."""
+        """Keep the state for the next turn, unless little was read and nothing answered."""
         state, named = self.runs.state, self.runs.named
         if not self.prepared.request.keep:
             if named is not None:
@@ -173,7 +174,7 @@ class Conversation:
         self._service.stepper.leave(state)
         state.take_back()
         if named is not None and named.tokens != state.read_tokens():
-            named = None  # it was not committed
+            named = None  # not committed
         self._service.memory.keep(
             self.prepared.save_key(self.text), state.read_tokens(), state.cache, state.savepoints,
             self._early or self.runs.parent, self.prepared.key, named,
@@ -222,13 +223,13 @@ class Conversation:
         return [*self.prepared.notes, *([warning] if warning else [])]
 
     def _reports(self) -> dict[str, Any]:
-        """What the model has streamed and fetched, also for others, since the last answer began,
-        and with how many experts this one was made."""
+        """What was streamed and fetched since the answer began, for other conversations too, and
+        the number of experts used for this one."""
         extra = {} if self.end is None else self.end.extra
         return {name: extra[name] for name in ("residency", "experts", "slots") if name in extra}
 
     def stats(self, model: str) -> dict[str, Any]:
-        """What the request cost: the `stats` reply."""
+        """The `stats` reply: the cost of the request."""
         received = self.prepared.request.received
 
         def since(moment: float | None) -> float | None:

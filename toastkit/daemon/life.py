@@ -1,10 +1,10 @@
-"""The life of the daemon's process: born with a socket, ready with a model, ended by a drain.
+"""Life cycle of the daemon's process: it has a socket first, then a model, and ends with a drain.
 
-    first SIGTERM, SIGINT or stop   no more connections; what is active is finished, within a time
-    second                          what is active is cancelled
-    third                           gone at once
-    SIGHUP                          the model and the audit log are opened anew
-    SIGUSR1                         what may leave the device does so, where anything may
+first SIGTERM, SIGINT or stop   no more connections; active requests finish, within a time limit
+second                          active requests are cancelled
+third                           exit at once
+SIGHUP                          reload the model, reopen the audit log
+SIGUSR1                         release device memory, if any can be
 
 Before the model is loaded, the first signal ends the process.
 """
@@ -35,8 +35,8 @@ from toastkit.errors import BusyError, ToastError
 if TYPE_CHECKING:
     from toastkit.daemon.worker import Worker
 
-LOOK_SECONDS = 30.0  # between looks at whether the socket is still there, without a request
-WATCH_SECONDS = 0.05  # between looks at whether the worker is done, during a drain
+LOOK_SECONDS = 30.0  # between checks that the socket still exists, without requests
+WATCH_SECONDS = 0.05  # between checks for the end of a drain
 CANCEL_SECONDS = 5.0  # for cancelled requests to end
 FLUSH_SECONDS = 2.0  # for clients to read the last replies
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -44,10 +44,10 @@ _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Settings:
-    """socket, pidfile: paths. say: one line for people. announce: say when it is ready. verbose:
-    say what it is waiting for. debug: say why connections are closed. audit: closed at the end.
-    on_ready: called once the model is loaded, for the process that waits for this one.
-    memory_warnings: SIGUSR1 is one; otherwise it is left alone."""
+    """socket, pidfile: paths. say: prints one line. announce: report readiness. verbose: report
+    what the daemon waits for. debug: report why connections are closed. audit: closed at the end.
+    on_ready: called once the model is loaded, for the process that waits for it. memory_warnings:
+    treat SIGUSR1 as one; otherwise it is not handled."""
 
     socket: str
     pidfile: str
@@ -63,11 +63,10 @@ class Settings:
 
 
 def serve(settings: Settings, make_worker: Callable[[], Worker]) -> int:
-    """Runs the daemon in this process, of which it has to be the main thread, until it is told to
-    end; returns the exit code.
+    """Run the daemon in this process, on the main thread, until told to end; return the exit code.
 
-    Raises BusyError where a daemon has the socket already, CannotCreateError where there is no
-    place for it, what loading the model raises, and ToastError when the worker has died.
+    Raises BusyError if a daemon has the socket already, CannotCreateError if it cannot be created,
+    what loading the model raises, and ToastError when the worker has died.
     """
     signals = Signals()
     life = Life(settings, signals)
@@ -85,15 +84,15 @@ def serve(settings: Settings, make_worker: Callable[[], Worker]) -> int:
 
 
 class Ended(BaseException):
-    """A signal that ends the process before it is ready. code: of the exit."""
+    """A signal that ends the process before it is ready. code: exit code."""
 
     def __init__(self, code: int):
         self.code = code
 
 
 class Signals:
-    """What has been asked by signals. ends: those that end the daemon, in their order. patient:
-    they are only noted, up to the third."""
+    """Signals received. ends: those that end the daemon, in order. patient: only record them, up to
+    the third."""
 
     def __init__(self) -> None:
         self.ends: list[int] = []
@@ -102,7 +101,7 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def install(self, memory_warnings: bool = False) -> None:
-        """Takes the signals over, but for those that are ignored: by nohup, say."""
+        """Install the handlers, except for signals that are ignored, by nohup for instance."""
         for number in (*_NUMBERS, *([signal.SIGUSR1] if memory_warnings else [])):
             before = signal.getsignal(number)
             if before is not signal.SIG_IGN or number == signal.SIGTERM:
@@ -111,14 +110,14 @@ class Signals:
         self._before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
     def restore(self) -> None:
-        """Restores the handlers that were there before."""
+        """Restore the previous handlers."""
         while self._before:
             number, before = self._before.popitem()
             signal.signal(number, before)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Puts the end off until the body is through. Raises Ended where one was asked for."""
+        """Defer the end until the body is done, then raise Ended if one was requested."""
         self.patient = True
         yield
         self.patient = False
@@ -127,8 +126,8 @@ class Signals:
 
     @property
     def code(self) -> int:
-        """The exit code that the first of them makes: to end on request is no failure, Ctrl-C is
-        told to the shell."""
+        """The exit code for the first of them: ending on request is no failure; Ctrl-C is reported
+        to the shell."""
         return 130 if self.ends and self.ends[0] == signal.SIGINT else 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -146,7 +145,7 @@ class Signals:
 
 
 class Life:
-    """One daemon. loading: the worker's thread is at work on the model."""
+    """One daemon. loading: the worker's thread is loading the model."""
 
     def __init__(self, settings: Settings, signals: Signals):
         self._settings = settings
@@ -161,8 +160,8 @@ class Life:
         self.loading = False
 
     def run(self, make_worker: Callable[[], Worker]) -> int:
-        """Runs the daemon, from its socket to its exit code."""
-        with self._signals.noted():  # or what has just been made would be left
+        """Run the daemon, from its socket to its exit code."""
+        with self._signals.noted():  # or what has just been created would be left behind
             self._take_place()
         worker = make_worker()
         server = self._server = Server(
@@ -184,7 +183,7 @@ class Life:
             self._drain(server, worker)
             self._flush(server)
         except BaseException:
-            with suppress(Exception):  # states are saved; the failure to report is the first one
+            with suppress(Exception):  # save states; report the first failure
                 worker.close()
             raise
         self._explain("saving conversations")
@@ -198,7 +197,7 @@ class Life:
     # ------------------------------------------------------------------------------ beginning
 
     def _take_place(self) -> None:
-        """Pidfile and socket, or the sockets of the service manager."""
+        """Take the pidfile and socket, or the sockets of the service manager."""
         settings = self._settings
         inherited = activation.inherited_sockets()
         own = [settings.pidfile] if inherited else [settings.pidfile, settings.socket]
@@ -229,8 +228,8 @@ class Life:
     # -------------------------------------------------------------------------------- serving
 
     def _serve(self, server: Server, worker: Worker) -> None:
-        """Serve until a signal or a request asks for the end, or the socket is gone (a logout
-        removes it): nobody could reach the daemon then. Connected clients are served first."""
+        """Serve until a signal or a request ends it, or the socket is gone (a logout removes it)
+        and nobody could reach the daemon. Connected clients are served first."""
         while not (self._stop_asked or self._signals.ends):
             if self._file is not None and self._file.gone and not server.connected:
                 self._settings.say(f"{self._file.path} is gone: ending")
@@ -257,8 +256,8 @@ class Life:
             activation.notify("READY=1")
 
     def _check(self, server: Server, worker: Worker) -> None:
-        """Passes memory warnings on. Raises ToastError once the worker's thread has died: a daemon
-        that takes requests which nobody will answer is worse than none."""
+        """Pass memory warnings on. Raises ToastError if the worker's thread has died: a daemon that
+        accepts requests nobody will answer is worse than none."""
         if self._warnings < self._signals.warnings:
             self._warnings = self._signals.warnings
             worker.memory_warning()
@@ -273,7 +272,7 @@ class Life:
     # --------------------------------------------------------------------------------- ending
 
     def _drain(self, server: Server, worker: Worker) -> None:
-        """Lets what is active finish, cancels it when the time is over or a second signal comes."""
+        """Let active requests finish; cancel them on timeout or a second signal."""
         activation.notify("STOPPING=1")
         self._explain(f"ending, in {self._settings.drain_seconds:g} s at most")
         worker.drain()
@@ -287,7 +286,7 @@ class Life:
             hurried = len(self._signals.ends) > 1 and not cancelled
             if time.monotonic() < deadline and not hurried:
                 continue
-            if cancelled:  # a step of the model that does not come back cannot be ended otherwise
+            if cancelled:  # a hung model step cannot be ended otherwise
                 self._settings.say("a cancelled request does not end: leaving it")
                 self.close()
                 die(70)
@@ -297,7 +296,7 @@ class Life:
             deadline = time.monotonic() + CANCEL_SECONDS
 
     def _flush(self, server: Server) -> None:
-        """Gives clients a moment to read what was said last."""
+        """Give clients a moment to read the last replies."""
         deadline = time.monotonic() + FLUSH_SECONDS
         server.step(0)
         while server.unsent and time.monotonic() < deadline:
@@ -308,8 +307,8 @@ class Life:
             self._file.remove()
 
     def close(self) -> None:
-        """Removes and closes everything. Connections come last: who waits for the end of one, as
-        `toasted stop` does, finds the place free. May be called again."""
+        """Remove and close everything, connections last: a client that waits for its connection to
+        end, as `toasted stop` does, then finds the socket free. Idempotent."""
         self._remove_socket()
         if self._pidfile is not None:
             self._pidfile.remove()

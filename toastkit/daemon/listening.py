@@ -1,5 +1,5 @@
-"""The daemon's own socket: made so that nobody else may connect, never in the place of anything but
-a socket that a daemon left behind."""
+"""The daemon's listening socket: private to its user, and never replacing anything but a stale
+socket."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from contextlib import suppress
 from toastkit.daemon.paths import check_length
 from toastkit.errors import BusyError, CannotCreateError, from_os_error
 
-BACKLOG = 128  # who connects while the model is loaded waits here
+BACKLOG = 128  # for clients that connect while the model loads
 
 
 class SocketFile:
-    """A listening socket and the file it is reached by. socket: the listener."""
+    """A listening socket and its file. socket: the listener."""
 
     def __init__(self, path: str, listener: socket.socket):
         self.path = path
@@ -25,10 +25,10 @@ class SocketFile:
 
     @classmethod
     def make(cls, path: str) -> SocketFile:
-        """Listens at the path, mode 0600.
+        """Listen at the path, mode 0600.
 
-        Raises BusyError where a daemon answers there, CannotCreateError where something else is in
-        the way or nothing can be made, UsageError for too long a path.
+        Raises BusyError if a daemon answers there, CannotCreateError if something else is in the
+        way or it cannot be created, UsageError if the path is too long.
         """
         check_length(path)
         _clear(path)
@@ -50,14 +50,14 @@ class SocketFile:
 
     @property
     def gone(self) -> bool:
-        """Whether nobody can reach it any more: somebody has removed the file, or replaced it."""
+        """True if it is unreachable: the file has been removed or replaced."""
         try:
             return self._identity != _identity(self.path)
         except OSError:
             return True
 
     def remove(self) -> None:
-        """Removes the file, if it is still this one. May be called again."""
+        """Remove the file, if it is still this one. Idempotent."""
         with suppress(OSError):  # gone already
             if self._identity == _identity(self.path):
                 os.unlink(self.path)
@@ -65,13 +65,13 @@ class SocketFile:
 
 
 def _identity(path: str) -> tuple:
-    """What tells a socket from one that was made later; inode numbers are used again."""
+    """Identify a socket file; inode numbers are reused."""
     info = os.lstat(path)
     return (info.st_dev, info.st_ino, info.st_mtime_ns)
 
 
 def _clear(path: str) -> None:
-    """Removes a socket at which nobody listens any more."""
+    """Remove a stale socket."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def _clear(path: str) -> None:
             os.unlink(path)
             return
         except BlockingIOError:
-            pass  # there is a listener, with a long queue
+            pass  # there is a listener, with a full backlog
         except FileNotFoundError:
             return
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The daemon's way of answering without a daemon: for one request at a time, in this process."""
+"""The daemon's service without a daemon: in this process, for one request at a time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from toastkit.native.building.libraries import find
 
 
 class LocalService:
-    """settings: as of the daemon. quiet: say is told only what went wrong, not what happens. Raises
-    NoInputError, DataError for the files."""
+    """settings: as for the daemon. quiet: say is called for failures only. Raises NoInputError,
+    DataError for the files."""
 
     def __init__(self, settings: ServiceSettings, quiet: bool = False):
         self._preparer = find_model(settings.model)
@@ -25,8 +25,8 @@ class LocalService:
         self._warned = False
 
     def ask(self, request: dict) -> Iterator[dict]:
-        """The replies of toasted(7) to a request, which is an object of it. Closing the iterator
-        cancels. What fails is an `error` reply, as from the daemon."""
+        """The replies of toasted(7) to a request object. Closing the iterator cancels. Failures are
+        `error` replies, as from the daemon."""
         channel = _Replies()
         try:
             prepared = self._preparer.prepare(make_request(request))
@@ -53,25 +53,25 @@ class LocalService:
                 self._service.turn()
 
     def _give_up_old(self) -> None:
-        """Closes a model that was loaded while native products were being built, once they are
-        there: what is remembered and not on disk is read again, many times as fast."""
+        """Close a model that was loaded while native products were being built, once they are
+        there: states that are not on disk are read again, many times as fast."""
         if self._service is not None and self._service.engine.native.awaited and find().path:
             self._service.close()
             self._service = None
 
     def memory_warning(self) -> None:
-        """Has what may leave the device do so before the next pass. For a signal handler."""
+        """Have device memory released before the next pass. For a signal handler."""
         self._warned = True
         if self._service is not None:
             self._service.memory_warning()
 
     def close(self) -> None:
-        """Lets the model go."""
+        """Unload the model."""
         self._service = None
 
 
 class _Replies:
-    """A channel to this process."""
+    """An in-process channel."""
 
     def __init__(self) -> None:
         self.gone = False
@@ -81,7 +81,7 @@ class _Replies:
         self._waiting.append(message)
 
     def done(self) -> None:
-        """Nothing: the one who asks sees the end by itself."""
+        """Nothing: the reader sees the end by itself."""
 
     def take(self) -> list[dict]:
         """The replies since the last call."""

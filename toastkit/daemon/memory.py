@@ -1,11 +1,10 @@
-"""What the daemon remembers: the state after each finished turn, so that no history is read twice.
+"""The state cache: the state after each finished turn, so that no history is prefilled twice.
 
-A state is found by the hash of the conversation (history.py), or, where that finds nothing, by its
-tokens. Either way it is used only as far as its tokens are those of the new prompt: to its end, or
-to an earlier position at which every layer can be resumed. One chat keeps one state, because a
-state that continues another takes its place (parent eviction); two that part from one keep both.
-The least recently used leave the device when the budget is spent; what is on disk as well stays
-there (spill.py).
+A state is found by the conversation's hash (history.py) or, failing that, by its tokens. Either way
+it is used only as far as its tokens equal the new prompt's: to its end, or to an earlier position
+that every layer can be rolled back to. One chat keeps one state, because a continuation evicts its
+parent; two branches of one keep both. States leave the device in LRU order when the budget is
+spent; those on disk stay there (spill.py).
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from toastkit.session.directory import Session
 from toastkit.session.savepoints import Savepoint
 from toastkit.store.ledger import SESSIONS, Ledger
 
-# Common tokens from which on it is said why they could not be used: a template's first words are
-# common to all prompts.
+# Common tokens from which an explanation is given why they were not reused: a template's first
+# words are common to all prompts.
 WORTH_A_WORD = 16
 
 
 @dataclass(frozen=True)
 class Match:
-    """What of a prompt need not be read. kept: whose state, None for nothing. count: tokens.
-    why: one line, why not more."""
+    """The reusable prefix of a prompt. kept: its state, None if there is none. count: tokens. why:
+    one line, why not more."""
 
     kept: Kept | None
     count: int
@@ -42,10 +41,10 @@ class Match:
 
 
 class Memory:
-    """The kept states of one model.
+    """The cached states of one model.
 
-    new_cache: makes empty caches of the model. budget: bytes on the device, counted in the ledger
-    under `sessions`. spill: the disk, None to keep nothing there.
+    new_cache: makes empty KV caches. budget: bytes on the device, entered in the ledger as
+    `sessions`. spill: the disk store, None for none.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Memory:
         self._spill = spill
         self._clock = itertools.count(1)
         self.kept: list[Kept] = []
-        self.unsaved: deque[Kept] = deque()  # that `write` has still to be called for
+        self.unsaved: deque[Kept] = deque()  # `write` is still to be called for these
         ledger.measure(SESSIONS, lambda: sum(kept.nbytes for kept in list(self.kept)))
         for stored in spill.scan() if spill is not None else ():
             stored.used = next(self._clock)
@@ -65,11 +64,11 @@ class Memory:
     # ------------------------------------------------------------------------------------- looking
 
     def find(self, key: int, ids: Sequence[int], path: Path | None = None) -> Match:
-        """The longest state that a prompt can continue from.
+        """The longest reusable prefix of a prompt.
 
-        key: hash of the prompt's history, all but its last message. ids: the prompt's tokens. At
-        least one of them is left to read, because logits come from running it. path: of the named
-        session that the request is about, whose own state is preferred among equals.
+        key: hash of the prompt's history, all but its last message. ids: the prompt's tokens; at
+        least one is left to prefill, to have logits. path: of the named session of the request,
+        preferred among equals.
         """
         wanted = array("I", ids)
         why = "no conversation that begins like this is kept" if self.kept else "nothing is kept"
@@ -81,7 +80,7 @@ class Memory:
             count = self._usable(kept, most)
             match = Match(kept if count else None, count, _why(kept, common, count, len(ids)))
             if kept.key == key and count == len(kept.tokens):
-                return match  # the turn before, to its end
+                return match  # the previous turn, complete
             rank = (count, path is not None and kept.path == path, kept.used)
             if count and rank > best_rank:
                 best, best_rank = match, rank
@@ -90,14 +89,14 @@ class Memory:
         return best
 
     def _candidates(self, key: int, wanted: array) -> Iterator[tuple[Kept, int]]:
-        """The kept states, each with the tokens that it has in common with a prompt: those of the
-        hash, then the others, the most in common first."""
+        """The states with the length of the prefix that they share with a prompt: first those of
+        the hash, then the others, longest prefix first."""
         yield from ((k, common_prefix(k.tokens, wanted)) for k in self.kept if k.key == key)
         others = [(k, common_prefix(k.tokens, wanted)) for k in self.kept if k.key != key]
         yield from sorted(others, key=lambda pair: -pair[1])
 
     def _usable(self, kept: Kept, most: int) -> int:
-        """How many tokens of a state can be taken, of at most `most`."""
+        """Tokens of a state that can be reused, at most `most`."""
         held = len(kept.tokens)
         if kept.cache is not None:
             return resumable(kept.cache, held, most, kept.savepoints)
@@ -106,22 +105,22 @@ class Memory:
         return most if kept.cuts else max((n for n in kept.points if n <= most), default=0)
 
     def resume(self, match: Match) -> tuple[list, list[Savepoint]] | None:
-        """Caches that have read the match's tokens, and the savepoints before them. None where
-        the disk did not keep its promise; the state is forgotten then."""
+        """Caches after the match's tokens, and the savepoints before them. None if reading the disk
+        failed; the state is forgotten then."""
         kept, count = match.kept, match.count
         assert kept is not None
         kept.used = next(self._clock)
         if kept.cache is not None:
             caches = resume_at(kept.cache, len(kept.tokens), count, kept.savepoints)
-            assert caches is not None  # or find had not promised it
+            assert caches is not None  # or find would not have returned it
             points = [
                 Savepoint(p.count, copy_caches(p.layers))
                 for p in kept.savepoints
                 if p.count < count
             ]
             if count == len(kept.tokens) and kept.saved and not kept.own:
-                # The next turn takes its place. Keys and values that two hold would be copied, all
-                # of them, for its first token; who comes back to this turn finds it on disk.
+                # The next turn replaces it. Two holders of the KV arrays would make the first token
+                # copy them all (copy on write); a later return to this turn finds it on disk.
                 self._drop(kept)
             return caches, points
         try:
@@ -150,12 +149,11 @@ class Memory:
         history: int | None = None,
         session: Session | None = None,
     ) -> Kept:
-        """Keeps a state. parent: the one it was resumed from; it goes, unless the new one left it
-        before its end. history: hash of the conversation that the new one continues; what is kept
-        of that goes too: its text goes on in the new one, if not its every token (answers come
-        back tokenised anew, or without their thoughts). session: the user's, where its last commit
-        is this state. The caches are the memory's from now on.
-        """
+        """Cache a state. parent: the one it was resumed from, evicted unless the new one branched
+        off before its end. history: hash of the conversation that the new one continues; its states
+        are evicted too: their text goes on in the new one, if not every token (answers come back
+        tokenised differently, or without their reasoning). session: the user's, if its last commit
+        is this state. Takes ownership of the caches."""
         ids = array("I", tokens)
         points = [Savepoint(p.count, list(p.layers)) for p in savepoints if p.count < len(ids)]
         new = Kept(key, ids, list(cache), points, used=next(self._clock))
@@ -174,11 +172,11 @@ class Memory:
         return new
 
     def has_moved_on(self, path: Path) -> None:
-        """Forgets the kept state of a user's session, which has another by now."""
+        """Forget the cached state of a user's session that has since changed."""
         self.kept = [old for old in self.kept if old.path != path]
 
     def _replace(self, old: Kept, new: Kept) -> None:
-        """Evicts a state that the new one continues; the new one takes its place on disk."""
+        """Evict a state that the new one continues, which takes its place on disk."""
         self.kept.remove(old)
         if old.own:
             return
@@ -188,7 +186,7 @@ class Memory:
             self._spill.remove(old.path)
 
     def write(self, kept: Kept) -> None:
-        """Puts a state on disk, as far as it is not there yet."""
+        """Write a state to disk, as far as it is not there yet."""
         if self._spill is None or kept.cache is None or kept.saved or kept not in self.kept:
             return
         if not self._spill.write(kept):
@@ -201,12 +199,12 @@ class Memory:
                 self.kept.remove(other)
 
     def unload(self) -> None:
-        """Takes every state off the device; those that are not on disk are lost."""
+        """Remove every state from the device; those not on disk are lost."""
         for kept in list(self.kept):
             self._drop(kept)
 
     def _shrink(self) -> None:
-        """Takes the longest unused off the device until the budget holds."""
+        """Evict from the device in LRU order until the budget holds."""
         by_age = sorted((k for k in self.kept if k.cache is not None), key=lambda k: k.used)
         total = sum(kept.nbytes for kept in by_age)
         for kept in by_age:
@@ -218,8 +216,8 @@ class Memory:
             self._drop(kept)
 
     def _drop(self, kept: Kept) -> None:
-        """Takes one off the device. A session of the user's may change behind our back: the device
-        is the only place from which it can be trusted."""
+        """Evict one from the device. A user's session may change behind our back: only its copy on
+        the device can be trusted."""
         if not kept.saved or kept.own:
             self._forget(kept)
             return
@@ -246,7 +244,7 @@ class Memory:
 
 
 def _why(kept: Kept, common: int, count: int, total: int) -> str:
-    """Why not more of the prompt was taken from a state."""
+    """Explain why no more of the prompt was reused from a state."""
     if count == len(kept.tokens):
         return "the rest is new"
     if count == total - 1:

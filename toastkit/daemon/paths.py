@@ -1,5 +1,5 @@
-"""Where the daemon's socket and its pidfile are. Cheap to import: a client asks for it on
-its way to the first byte."""
+"""Paths of the daemon's socket and pidfile. Cheap to import: a client needs it before the first
+byte."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toastkit.errors import CannotCreateError, UsageError, reported_as
 from toastkit.private_files import not_private
 
 SOCKET_NAME = "toasted.sock"
-# sun_path has 108 bytes on Linux and 104 elsewhere, one of them the NUL at the end.
+# sun_path has 108 bytes on Linux and 104 elsewhere, including the terminating NUL.
 MAX_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 
 
@@ -20,8 +20,8 @@ def socket_path(explicit: str | None = None) -> str:
     """The absolute path of the daemon's socket: `explicit`, else TOAST_SOCKET, else
     toastkit/toasted.sock in XDG_RUNTIME_DIR, else in a private directory under TMPDIR.
 
-    Nothing is made. Raises UsageError for a path that no socket can have, CannotCreateError where
-    the private directory under TMPDIR belongs to somebody else: what listens there is not ours.
+    Creates nothing. Raises UsageError for a path that no socket can have, CannotCreateError if the
+    private directory under TMPDIR belongs to somebody else: a listener there is not ours.
     """
     if explicit is None:
         explicit = os.environ.get("TOAST_SOCKET") or None
@@ -38,7 +38,7 @@ def socket_path(explicit: str | None = None) -> str:
 
 
 def check_length(path: str) -> None:
-    """Raises UsageError for a path that does not fit into a socket's address."""
+    """Raise UsageError if a path does not fit into a socket address."""
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_BYTES:
         raise UsageError(
@@ -48,19 +48,19 @@ def check_length(path: str) -> None:
 
 
 def make_private(directory: str) -> None:
-    """Makes the directory, mode 0700, unless it is there. Raises CannotCreateError, IOFailure."""
+    """Create the directory, mode 0700, unless it exists. Raises CannotCreateError, IOFailure."""
     with reported_as(f"cannot make {directory}", creating=True), suppress(FileExistsError):
         os.mkdir(directory, 0o700)
     check_private(directory)
 
 
 def check_private(directory: str) -> None:
-    """Raises CannotCreateError unless the path is free or a real directory, ours, with mode 0700:
-    where others can write, they could put a socket of their own in the place of ours."""
+    """Raise CannotCreateError unless the path is free or a real directory, ours, with mode 0700:
+    whoever can write to it could replace our socket."""
     try:
         problem = not_private(directory)
     except OSError:
-        return  # whoever makes or opens something there says why it cannot
+        return  # creating or opening something there reports why it fails
     if problem is not None:
         wrong_mode = problem.startswith("has mode")
         hint = f"chmod 700 {directory}" if wrong_mode else "set XDG_RUNTIME_DIR, or give --socket"

@@ -1,7 +1,7 @@
-"""The pidfile: locked for as long as the daemon lives, so that there is one daemon a socket.
+"""The pidfile: locked while the daemon lives, so that there is one daemon per socket.
 
-The lock (flock) is the truth, the number in the file is for people and for service managers: after
-a crash the lock is free, whatever the number says.
+The lock (flock) decides; the number in the file is for people and service managers. After a crash
+the lock is free, whatever the number says.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _MAX_BYTES = 64
 
 
 class Pidfile(Descriptor):
-    """A pidfile that is locked by this process. Two processes must not share it: take it after the
-    last fork."""
+    """A pidfile locked by this process. Two processes must not share it: take it after the last
+    fork."""
 
     def __init__(self, path: str, fd: int):
         self.path = path
@@ -25,14 +25,14 @@ class Pidfile(Descriptor):
 
     @classmethod
     def take(cls, path: str) -> Pidfile:
-        """Makes or takes over the file. Raises BusyError while another daemon has it,
-        CannotCreateError where it cannot be made or is no pidfile."""
+        """Create or take over the file. Raises BusyError while another daemon has it,
+        CannotCreateError if it cannot be created or is not a pidfile."""
         with reported_as(f"cannot make {path}", creating=True):
             fd = lock_file(path)
         pidfile = cls(path, -1 if fd is None else fd)
         try:
             content = b""
-            with suppress(OSError):  # who had it has just removed it
+            with suppress(OSError):  # its last owner has just removed it
                 content = read_file(path, _MAX_BYTES).strip()
             if content and not content.isdigit():
                 hint = "--pidfile is written over"
@@ -49,9 +49,9 @@ class Pidfile(Descriptor):
             raise
 
     def remove(self) -> None:
-        """Removes the file and lets go of the lock. May be called again."""
+        """Remove the file and release the lock. Idempotent."""
         if self._fd >= 0:
-            with suppress(OSError):  # gone already, or in a directory that is
+            with suppress(OSError):  # already gone, perhaps with its directory
                 if os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
                     os.unlink(self.path)
             self.close()

@@ -1,4 +1,4 @@
-"""A request made ready for the model: rendered, tokenised, checked. Needs no device, any thread."""
+"""Prepare a request for the model: render, tokenise, check. Needs no device; any thread."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, dif
 from toastkit.text.exact_numbers import counted
 from toastkit.text.turns import TurnTokenizer
 
-RECALLED = 1 << 17  # tokens of conversations, 0.3 s of a processor
+RECALLED = 1 << 17  # tokens of recent conversations, 0.3 s of CPU time
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """request: as it came. ids: the prompt's tokens. key: hash of its history, all messages but the
-    last. points: positions worth a savepoint, see PromptTokenizer.turning_points. sampling: the
-    chain, with a seed. fingerprint: of the model that it was prepared for. notes: lines on what of
-    the request the chat template makes no use of."""
+    """request: as received. ids: the prompt's tokens. key: hash of its history, all messages but
+    the last. points: positions worth a savepoint, see PromptTokenizer.turning_points. sampling: the
+    chain, with a seed. fingerprint: of the model. notes: a line for everything in the request that
+    the chat template ignores."""
 
     request: Request
     ids: list[int]
@@ -48,14 +48,14 @@ class Prepared:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def save_key(self, answer: str) -> int:
-        """The hash that the next turn's history will have, if it is this one and the answer."""
+        """The hash of the next turn's history if it is this prompt and the answer."""
         reply = {"role": "assistant", "content": answer}
         return conversation_hash([*messages_of(self.request), reply], self.request.tools)
 
 
 def messages_of(request: Request) -> list[dict]:
     """The conversation that a request stands for. A prompt is one user turn; raw text and tokens
-    have no turns, and are told from each other by a role that no template knows."""
+    have no turns, and get distinct roles that no template knows."""
     if request.messages is not None:
         return request.messages
     if request.prompt is not None:
@@ -65,9 +65,9 @@ def messages_of(request: Request) -> list[dict]:
 
 
 class Preparer:
-    """Prepares requests for one checkpoint. Several threads may use it at once. wants_points:
-    whether the model has layers that cannot be cut back, so that savepoints are of use. resident,
-    experts: how it runs, as ResidencyOptions.setting and ExpertsOptions.setting have it."""
+    """Prepare requests for one checkpoint. Thread-safe. wants_points: the model has layers that
+    cannot be trimmed, so savepoints are useful. resident, experts: how it runs, as from
+    ResidencyOptions.setting and ExpertsOptions.setting."""
 
     wants_points = True
 
@@ -93,9 +93,9 @@ class Preparer:
         return PromptTokenizer(self.files, self._config, settings, self.tokenizer)
 
     def prepare(self, request: Request) -> Prepared:
-        """Raises DataError for a prompt that cannot be read, UsageError for options that do not
-        fit the model, or a residency or experts that it does not have, NoInputError for a request
-        that wants another model."""
+        """Raises DataError for an invalid prompt, UsageError for options that do not fit the model,
+        or a residency or expert setting that differs, NoInputError for a request for another
+        model."""
         if request.model is not None:
             self._check_model(request.model)
         for flag, own, wanted in (
@@ -119,8 +119,8 @@ class Preparer:
         prompt = Prompt(request.prompt) if raw else Prompt(messages=messages_of(request))
         ids = prompts.encode(prompt)
         key = conversation_hash(messages_of(request)[:-1], request.tools)
-        # Raw text is asked again, or goes on: a pass ends before its last token, where caches
-        # cannot be cut back to it.
+        # Raw text is repeated or continued: a pass ends before its last token, if caches cannot be
+        # trimmed to that position.
         points = [len(ids) - 1] if raw else []
         if self.wants_points and not raw:
             points = prompts.turning_points(prompt, ids)
@@ -128,15 +128,14 @@ class Preparer:
         return Prepared(request, ids, key, points, sampling, mark, tuple(notes), extra)
 
     def warm_up(self) -> None:
-        """Prepares a prompt that nobody asked for: what the first one would wait for is imported,
-        compiled and started then, the process that renders templates too."""
+        """Prepare a dummy prompt, so that imports, compilation and the template renderer's process
+        do not delay the first real one."""
         with suppress(ToastError):  # a template may refuse it
             self.prepare(Request(prompt="Hello"))
-        import_module("toastkit.sampling.host")  # and numpy, for the first answer that is drawn
+        import_module("toastkit.sampling.host")  # and numpy, for the first sampled answer
 
     def recall(self) -> None:
-        """Tokenises the conversations on disk that were used last: as a rule one of them goes
-        on."""
+        """Tokenise the most recent conversations on disk: usually one of them is continued."""
         from toastkit.daemon.spill import last_used
 
         left = RECALLED
@@ -177,7 +176,7 @@ class Preparer:
 
 
 def find_model(name: str, resident: str = "all", experts: str = "big") -> Preparer:
-    """The Preparer of the model that -m would take. resident, experts: as of Preparer. Raises
+    """The Preparer of the model that -m would select. resident, experts: as for Preparer. Raises
     NoInputError, DataError for its files."""
     files = locate(name)
     return Preparer(files, load_config(files), resident, experts)
@@ -186,8 +185,8 @@ def find_model(name: str, resident: str = "all", experts: str = "big") -> Prepar
 def current_model(
     settings: ServiceSettings, threads: Executor, known: Preparer | None = None
 ) -> Preparer:
-    """The Preparer of the settings' model as its files are now: `known` where they are the same,
-    else one that gets ready for its first request on these threads. Raises as find_model."""
+    """The Preparer of the settings' model as its files are now: `known` if they are the same, else
+    a new one, which warms up on these threads. Raises as find_model."""
     policies = settings.policies
     preparer = find_model(settings.model, policies.resident, policies.chosen_experts)
     if known is not None and known.fingerprint == preparer.fingerprint:

@@ -1,7 +1,7 @@
 """A request of toasted(7): one line of JSON, checked field by field before anything is done.
 
-Nothing is guessed and nothing ignored: what the protocol does not know is refused with the nearest
-name, what has the wrong type with the field's name.
+Nothing is guessed or ignored: an unknown field is refused with the nearest name, a wrong type with
+the field's name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from toastkit.text.messages import check_messages, check_size, check_tools, kind
 T = TypeVar("T")
 
 CONTROL_OPS = ("health", "status", "stop", "reload")
-# Of toast-prefill and toast-decode, and the fields of each; attached.py checks their values.
+# Ops of toast-prefill and toast-decode, and the fields of each; attached.py checks their values.
 ATTACH_OPS = {
     "attach": ("fingerprint", "device", "dtype", "kv_bits"),
     "restore": ("session", "source", "ids"), "count": (), "read": ("ids",), "step": ("token",),
@@ -40,7 +40,7 @@ OPTIONS = (
 )  # fmt: skip
 PROMPTS = ("messages", "prompt", "tokens")
 _TYPES = {str: "a string", dict: "an object", bool: "true or false"}
-MAX_ID_BYTES = 1000  # as JSON: it comes back with every reply
+MAX_ID_BYTES = 1000  # as JSON: every reply repeats it
 MAX_TOKEN_ID = 2**32 - 1
 MAX_COUNT = 2**53
 MAX_TOP = 1000
@@ -49,9 +49,9 @@ MAX_PRIORITY = 100
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How to answer. sampling: those fields of SamplingOptions that were given; the checkpoint's
-    defaults are for the others. logit_bias: (id, nats). ban: ids. template: variables for the chat
-    template. tokens: a reply for each token. The rest is as the options of toast-decode(1)."""
+    """How to answer. sampling: the given fields of SamplingOptions; the others default to the
+    checkpoint's. logit_bias: (id, nats). ban: ids. template: variables for the chat template.
+    tokens: one reply per token. The rest is as the options of toast-decode(1)."""
 
     sampling: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
@@ -69,14 +69,13 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class Request:
-    """One request. For "generate" exactly one of messages, prompt and tokens (ids) is there.
+    """One request. For "generate" exactly one of messages, prompt and tokens (ids) is given.
 
-    tools: JSON schemas for the chat template.
-    session: the absolute path of a session's directory, which need not exist. model: what it is
-    for, as -m takes it. resident, experts: the settings that its residency and its experts must
-    have, None for any. keep: the state may be kept for later turns. received: time.perf_counter()
-    when the line was whole. fds: for attach ops, descriptors that came with the line, the
-    receiver's to close. raw: the object itself.
+    tools: JSON schemas for the chat template. session: the absolute path of a session's directory,
+    which need not exist. model: which it is for, as -m takes it. resident, experts: required
+    settings of residency and experts, None for any. keep: the state may be kept for later turns.
+    received: time.perf_counter() when the line was complete. fds: for attach ops, descriptors that
+    came with the line, closed by the receiver. raw: the object itself.
     """
 
     op: str = "generate"
@@ -122,8 +121,8 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def _loads(text: str) -> Any:
-    """Without the garbage collector: for millions of small objects it takes longer than the rest,
-    and nobody else is served meanwhile."""
+    """Parse with the garbage collector off: on millions of small objects it takes longer than the
+    rest, and blocks everybody else meanwhile."""
     gc.disable()
     try:
         return json.loads(text, parse_constant=_no_number)
@@ -136,7 +135,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def request_id(document: dict[str, Any]) -> str | int | None:
-    """The id that a request asks its replies to carry. Raises UsageError for one that cannot be."""
+    """The id that replies should carry. Raises UsageError for an invalid one."""
     value = document.get("id")
     if "id" in document and (isinstance(value, bool) or not isinstance(value, (str, int))):
         raise UsageError(f"id: {kind(value)} instead of a string or a whole number")
@@ -146,7 +145,7 @@ def request_id(document: dict[str, Any]) -> str | int | None:
 
 
 def make_request(document: dict[str, Any], fds: Iterable[int] = ()) -> Request:
-    """A request from its object. Raises DataError for what is no conversation, UsageError for
+    """Build a request from its object. Raises DataError for an invalid conversation, UsageError for
     fields and options that are unknown, missing or of the wrong type."""
     identity = request_id(document)
     op = _typed(document, "op", "generate")
@@ -227,7 +226,7 @@ def _options(given: dict[str, Any]) -> GenerateOptions:
 
 
 def _sampling(given: dict[str, Any]) -> dict[str, Any]:
-    """Those of the sampling chain that are given; their intervals are checked with the others."""
+    """The given sampling fields; their ranges are checked with the others."""
     chosen = {name: given[name] for name in SAMPLING_NAMES if name in given}
     for name, value in chosen.items():
         _check_number(value, name)
@@ -235,7 +234,7 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_together(options: GenerateOptions, prompt: str, tools: list | None) -> None:
-    """Options that the request's kind of prompt has no use for."""
+    """Refuse options that do not apply to the request's kind of prompt."""
     if options.raw and prompt != "prompt":
         raise UsageError(f"raw: it is for a prompt, not for {prompt}")
     for name, value in (("template", options.template or None), ("tools", tools)):
@@ -252,7 +251,7 @@ def _check_together(options: GenerateOptions, prompt: str, tools: list | None) -
 
 
 def _typed(values: dict[str, Any], name: str, default: T) -> T:
-    """A string, an object or a boolean, as the default is."""
+    """A string, object or boolean, like the default."""
     value = values.get(name, default)
     if not isinstance(value, type(default)):
         raise UsageError(f"{name}: {kind(value)} instead of {_TYPES[type(default)]}")
@@ -260,7 +259,7 @@ def _typed(values: dict[str, Any], name: str, default: T) -> T:
 
 
 def _whole(values: dict[str, Any], name: str, low: int, high: int, default: Any) -> Any:
-    """A whole number from low to high, the default where it is not given."""
+    """An integer from low to high, or the default if absent."""
     if name not in values:
         return default
     value = values[name]
@@ -276,7 +275,7 @@ def _ids(value: Any, name: str) -> list[int]:
     if not isinstance(value, list):
         raise UsageError(f"{name}: {kind(value)} instead of a list of token ids")
     if set(map(type, value)) == {int} and 0 <= min(value) <= max(value) <= MAX_TOKEN_ID:
-        return value  # without a look at each, which takes a second for millions
+        return value  # not checked one by one, which takes a second for millions
     for place, token in enumerate(value, 1):
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
             what = _short(token) if type(token) in (int, float) else kind(token)
@@ -319,8 +318,8 @@ def _template(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _session(document: dict[str, Any]) -> str | None:
-    """The directory: a name is one of the user's sessions, never something in the directory that
-    the daemon happens to run in."""
+    """The session's directory: a name refers to the user's sessions, never to the daemon's working
+    directory."""
     if "session" not in document:
         return None
     from toastkit.session.names import resolve, sessions_root
@@ -350,7 +349,7 @@ def _model(document: dict[str, Any]) -> str | None:
 
 
 def _short(value: int | float) -> str:
-    """A number as it was given, unless nobody wants to read so many digits."""
+    """A number as given, unless it has too many digits to read."""
     return str(value) if isinstance(value, float) or abs(value) < 10**30 else "a long number"
 
 

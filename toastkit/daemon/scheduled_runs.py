@@ -1,4 +1,4 @@
-"""Runs under a scheduler: the stages of `answer`, with pauses in which others use the device."""
+"""Runs under a scheduler: the stages of `answer`, yielding the device to others between passes."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from toastkit.stages.run.settings import ReadOptions
 if TYPE_CHECKING:
     from toastkit.daemon.service import Service
 
-MOST_SAVEPOINTS = 3  # of one state; each costs its recurrent layers once more
-LEAST_APART = 32  # tokens between a savepoint and the one before: fewer are read as fast
+MOST_SAVEPOINTS = 3  # per state; each costs another copy of the recurrent layers
+LEAST_APART = 32  # tokens between savepoints: fewer are prefilled as fast
 
 
 @dataclass(eq=False)
 class ScheduledState(ModelState):
-    """A state whose steps the scheduler takes. waiting: the token of the step that is due, which is
-    the last of its tokens already. wish: what is wanted of that step. prompt: how many tokens were
-    read as a prompt, 0 until there is a step."""
+    """A state whose steps the scheduler takes. waiting: the token of the pending step, already the
+    last of its tokens. wish: what is wanted of that step. prompt: tokens prefilled, 0 until there
+    is a step."""
 
     waiting: Any = field(default=None)
     wish: Wish = field(default=NO_WISH)
     prompt: int = 0
 
     def take_step(self, engine: Engine) -> None:
-        """Takes the step that is due, alone. Lazy."""
+        """Take the pending step, unbatched. Lazy."""
         token, self.waiting = self.waiting, None
         self.tokens.pop()
         engine.consume(self, token, self.wish)
@@ -48,11 +48,11 @@ class ScheduledState(ModelState):
 class ScheduledRuns(LocalRuns):
     """One run: see `protocol.PrefillRuns` and `protocol.DecodeRuns`.
 
-    service: takes the steps, and remembers where to resume. gone: whether nobody waits for the
-    answer. deferred: see LocalRuns.
+    service: takes the steps, and caches states. gone: True if nobody waits for the answer.
+    deferred: see LocalRuns.
 
-    state: once there is one. cached, why: tokens that were not read, and why not more. parent: the
-    kept state that it continues.
+    state: once there is one. cached, why: tokens reused, and why not more. parent: the cached state
+    that it continues.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ScheduledRuns(LocalRuns):
 
     @property
     def _held(self) -> ScheduledState:
-        assert self.state is not None  # restore made it
+        assert self.state is not None  # restore has made it
         return self.state
 
     def restore(
@@ -98,7 +98,7 @@ class ScheduledRuns(LocalRuns):
         return state, self.cached
 
     def _worth_a_pass(self, state: ModelState) -> list[int]:
-        """The points at which a pass over the prompt is to end: far enough from each other."""
+        """The positions at which a prefill pass should end, sufficiently far apart."""
         last, points = _last_savepoint(state), []
         for point in self._points:
             if point > len(state.tokens) and point - last >= LEAST_APART:
@@ -107,7 +107,7 @@ class ScheduledRuns(LocalRuns):
         return points
 
     def _resumed(self, engine: Engine, ids: list[int]) -> ScheduledState:
-        """The state to begin with: from memory, or from the session that was named."""
+        """The initial state: from the state cache, or from the named session."""
         while True:
             match = self._service.memory.find(self._key, ids, self._path)
             self.parent, self.why = match.kept, match.why
@@ -135,7 +135,7 @@ class ScheduledRuns(LocalRuns):
         return held
 
     def _note_savepoint(self, state: ModelState) -> None:
-        """Keeps the position that a state has reached, if it is far enough from the last one."""
+        """Make a savepoint at the state's position, if far enough from the last one."""
         count = len(state.tokens)
         if count - _last_savepoint(state) >= LEAST_APART:
             point = take_savepoint(state.cache, count)
@@ -160,13 +160,13 @@ class ScheduledRuns(LocalRuns):
         yield Logits(len(state.tokens), state.logits, experts=experts_of(state))
 
     def consume(self, state: State, token: Any, wish: Wish) -> None:
-        """Notes the token; the step is due from now on."""
+        """Record the token; its step is pending from now on."""
         self._held.waiting, self._held.wish = token, wish
         self._held.prompt = self._held.prompt or len(state.tokens)
         state.tokens.append(token)
 
     def finish(self, state: State) -> None:
-        """Brings the state to where its tokens are, and a named session up to date."""
+        """Bring the caches up to the state's tokens, and a named session up to date."""
         self._service.stepper.leave(self._held)
         if self._held.waiting is not None:
             self._held.take_step(self._engine)
@@ -174,7 +174,7 @@ class ScheduledRuns(LocalRuns):
         state.commit()
 
     def close(self) -> None:
-        """Nothing: the state is kept, or let go, by whoever began the run."""
+        """Nothing: whoever began the run keeps or releases the state."""
 
 
 def _last_savepoint(state: ModelState) -> int:

@@ -1,8 +1,9 @@
-"""The loop that serves all connections on one thread: poll(2), and never a wait for one client.
+"""The event loop that serves all connections on one thread with poll(2), never blocking on a
+client.
 
-A connection has one request at a time; its next line is looked at when the one before has ended and
-what was said to it has been read. Requests go to the worker, which answers from its own thread; how
-the daemon itself is doing, and whether it is to stop, is answered here.
+A connection has one request at a time; its next line is read when the previous request has ended
+and its replies have been read. Requests go to the worker, which answers from its own thread; status
+and stop requests are answered here.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ if TYPE_CHECKING:
 
 LINES_PER_TURN = 64  # of one connection, before the others get their turn
 ACCEPTS_PER_TURN = 64
-GOODBYE_SECONDS = 2.0  # for a client that is sent away to read why
-PAUSE_SECONDS = 0.2  # in accepting, where descriptors have run out
+GOODBYE_SECONDS = 2.0  # for a dismissed client to read why
+PAUSE_SECONDS = 0.2  # in accepting, when out of descriptors
 _RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Server:
     """Listening sockets and connections.
 
-    listeners: listening Unix sockets. on_stop, on_reload: what the requests of that name do. debug:
-    is told, one line each, of connections that were closed for a reason.
+    listeners: listening Unix sockets. on_stop, on_reload: handlers of these requests. debug: called
+    with one line for every connection closed for a reason.
     """
 
     def __init__(
@@ -80,11 +81,12 @@ class Server:
 
     @property
     def wake_fd(self) -> int:
-        """A byte written to it ends a wait: for signal.set_wakeup_fd. Non-blocking."""
+        """Descriptor that wakes the loop when written to, for signal.set_wakeup_fd.
+        Non-blocking."""
         return self._wake_write
 
     def wake(self) -> None:
-        """Ends a wait of the loop. From any thread."""
+        """Wake the loop. From any thread."""
         if not self._awake:
             self._awake = True
             with suppress(OSError):  # full: it wakes in any case; closed: there is nobody to wake
@@ -98,16 +100,16 @@ class Server:
 
     @property
     def connected(self) -> bool:
-        """Whether somebody is."""
+        """True if any client is connected."""
         return bool(self._connections)
 
     @property
     def unsent(self) -> bool:
-        """Whether a client has not yet been sent all that it was told."""
+        """True if any client has unsent replies."""
         return any(connection.outbox.pending for connection in self._connections.values())
 
     def step(self, timeout_seconds: float | None = None) -> None:
-        """Waits for something to happen, at most so long, and deals with it."""
+        """Wait for events, up to the timeout, and handle them."""
         accepting = False
         for fd, events in self._poll.poll(self._milliseconds(timeout_seconds)):
             if fd == self._wake_read:
@@ -132,7 +134,7 @@ class Server:
             self._sweep(now)
 
     def _milliseconds(self, timeout: float | None) -> float | None:
-        """How long poll may wait: never past what has to be done at a time."""
+        """Timeout for poll: no later than the next deadline."""
         if self._ready or self._attention:
             return 0
         now = time.monotonic()
@@ -142,7 +144,7 @@ class Server:
         return max(min(due), 0) * 1000 + 1 if due else None
 
     def _guarded(self, connection: Connection, action: Callable[..., None], *arguments) -> None:
-        """What goes wrong in one connection ends that connection."""
+        """Confine a failure to its connection, which ends."""
         try:
             action(connection, *arguments)
         except Exception as error:
@@ -162,13 +164,13 @@ class Server:
                 except OSError as error:
                     self._debug(f"cannot accept a connection: {error.strerror}")
                     if error.errno in _RUN_OUT:
-                        # It would be reported again and again: what is open has to end first.
+                        # It would be reported again and again: open connections have to end first.
                         self._pause(time.monotonic() + PAUSE_SECONDS)
                     return
                 self._welcome(new)
 
     def _pause(self, until: float | None) -> None:
-        """Stops accepting until a time; None: goes on."""
+        """Stop accepting until a time; None: resume."""
         self._accept_after = until
         for fd in self._listeners:
             self._poll.modify(fd, select.POLLIN if until is None else 0)
@@ -196,7 +198,7 @@ class Server:
         self._watch(connection)
 
     def _dismiss(self, connection: Connection, error: ToastError) -> None:
-        """Tells the client why, and gives it a moment to read that."""
+        """Tell the client why, and give it a moment to read that."""
         self._refused += 1
         connection.outbox.put(encode(error_reply(error), None))
         connection.say_goodbye(GOODBYE_SECONDS)
@@ -216,7 +218,7 @@ class Server:
         self._look_after(connection)
 
     def _look_after(self, connection: Connection) -> None:
-        """Something has changed: bytes have come or gone, the request has ended, the peer has."""
+        """Handle a change: bytes received or sent, the request or the connection ended."""
         if connection.channel is not None and connection.channel.over:
             connection.channel = None
             connection.touched = time.monotonic()
@@ -229,7 +231,7 @@ class Server:
             self._advance(connection)
 
     def _advance(self, connection: Connection) -> None:
-        """Deals with the lines that are there, as far as one turn allows."""
+        """Process the available lines, as far as one turn allows."""
         if self._connections.get(connection.fileno()) is not connection:
             return
         for _ in range(LINES_PER_TURN):
@@ -255,7 +257,7 @@ class Server:
             self._watch(connection)
 
     def _request(self, connection: Connection, line: bytes, fds: list[int]) -> None:
-        """Answers a line, or hands it to the worker."""
+        """Answer a line, or hand it to the worker."""
         channel = Channel(connection)
         kept = False
         try:
@@ -279,7 +281,7 @@ class Server:
                 close_all(fds)
 
     def _answered(self, request: Request, channel: Channel) -> bool:
-        """Whether the request was for the daemon rather than for the model."""
+        """Answer a request that is for the daemon rather than the model; False if it is not."""
         if request.op == "status":
             channel.reply({"status": self.status()})
         elif request.op == "stop":
@@ -296,7 +298,7 @@ class Server:
         return True
 
     def status(self) -> dict[str, Any]:
-        """How the daemon is doing: the worker's part and the front's."""
+        """The daemon's status: the worker's part and the front's."""
         return {
             "pid": os.getpid(),
             "version": __version__,
@@ -309,7 +311,7 @@ class Server:
         }
 
     def _watch(self, connection: Connection) -> None:
-        """Has poll wait for what the connection waits for."""
+        """Register the connection's events with poll."""
         events = connection.events()
         if connection.watched is None:
             self._poll.register(connection.fileno(), events)
@@ -336,7 +338,7 @@ class Server:
         self._sweep_at = when if self._sweep_at is None else min(when, self._sweep_at)
 
     def _sweep(self, now: float) -> None:
-        """Closes those who have had their time, and sees when to look again."""
+        """Close connections past their deadline, and schedule the next sweep."""
         self._sweep_at = None
         for connection in list(self._connections.values()):
             ends = connection.ends
@@ -349,14 +351,14 @@ class Server:
                 self._sweep_by(ends)
 
     def fail_all(self, error: ToastError) -> None:
-        """Ends all running requests with an error."""
+        """End all running requests with an error."""
         for connection in self._connections.values():
             if connection.channel is not None and not connection.channel.over:
                 connection.channel.reply(error_reply(error))
                 connection.channel.done()
 
     def stop_listening(self) -> None:
-        """Closes the listening sockets; connections stay. Who is about to connect is refused."""
+        """Close the listening sockets; connections stay, new ones are refused."""
         for fd, listener in self._listeners.items():
             self._poll.unregister(fd)
             listener.close()
@@ -364,7 +366,7 @@ class Server:
         self._accept_after = None
 
     def close(self) -> None:
-        """Closes everything."""
+        """Close everything."""
         self.stop_listening()
         for connection in list(self._connections.values()):
             self._close(connection)

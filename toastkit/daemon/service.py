@@ -1,9 +1,9 @@
-"""The model at work for several who ask: whose turn it is, and what is kept afterwards.
+"""The scheduler: one loaded model for several conversations, and the states kept afterwards.
 
-A round takes the step of every conversation that is answering, together where it can, then one
-pass over the prompt of one that is reading: a short one while others answer. One thread owns a
-Service, because MLX's streams belong to threads. The daemon's worker runs it for many clients
-(worker.py), `LocalService` for one, in the client's own process (local_service.py).
+A round takes a decode step of every conversation that is answering, batched if possible, then one
+prefill pass of one that is reading: a short one while others answer. One thread owns a Service,
+because MLX's streams belong to threads: the daemon's worker for many clients (worker.py), or
+`LocalService` for one, in the client's own process (local_service.py).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from toastkit.holdings.policy import NO_WISH, warn_of_memory
 if TYPE_CHECKING:
     from toastkit.daemon.attached import Attached
 
-SLICE_SECONDS = 0.05  # of reading, between two steps of others
-SHIFTING_SECONDS = 1.0  # instead, where reading and answering want the weights in other forms
+SLICE_SECONDS = 0.05  # of prefill, between two steps of others
+SHIFTING_SECONDS = 1.0  # instead, if prefill and decode need the weights in different forms
 LEAST_SLICE, FIRST_SLICE = 16, 32  # tokens
 
 
 class Service:
-    """A loaded model and its conversations. finished(conversation) is called when one is over.
-    attached: runs of other processes that have a state here, see attached.py. stepper: who takes
-    steps. rate: prompt tokens a second, as measured last, or None."""
+    """A loaded model and its conversations. finished(conversation): called when one is over.
+    attached: runs of other processes with their state here, see attached.py. stepper: takes the
+    steps. rate: prefill tokens per second, as last measured, or None."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Service:
     # ------------------------------------------------------------------------------------- rounds
 
     def begin(self, prepared: Prepared, channel: Channel) -> Conversation:
-        """Begins a conversation for a request."""
+        """Begin a conversation for a request."""
         conversation = Conversation(prepared, channel, self)
         self.active.append(conversation)
         return conversation
@@ -80,12 +80,12 @@ class Service:
 
     @property
     def busy(self) -> bool:
-        """Whether another turn would do anything."""
+        """True if another turn would do anything."""
         return bool(self.active or self.memory.unsaved)
 
     def turn(self) -> None:
-        """One round. A failure that is no single conversation's ends those that are active, so that
-        none waits for ever, and not the service."""
+        """Run one round. A failure that no single conversation causes ends all active ones, so that
+        none waits for ever, but not the service."""
         try:
             self._turn()
         except Exception as error:
@@ -112,12 +112,13 @@ class Service:
             self.memory.write(self.memory.unsaved.popleft())
 
     def give_up(self, conversation: Conversation) -> None:
-        """Ends a conversation where it is."""
+        """Stop a conversation where it is."""
         self._guarded(conversation, conversation.give_up)
         self._retire(conversation)
 
     def _read(self, readers: list[Conversation]) -> None:
-        """A pass for one of those who read: of the highest priority, in turn among equals."""
+        """Run a prefill pass for one of the readers: of the highest priority, round-robin among
+        equals."""
         highest = max(c.prepared.request.priority for c in readers)
         first = [c for c in readers if c.prepared.request.priority == highest]
         conversation = min(first, key=lambda c: c.last_read)
@@ -136,7 +137,7 @@ class Service:
             self._retire(conversation)
 
     def _guarded(self, conversation: Conversation, act: Callable[[], None]) -> None:
-        """Keeps one conversation's bug from ending the others."""
+        """Confine a bug to the conversation that it occurs in."""
         try:
             act()
         except Exception as error:
@@ -144,7 +145,7 @@ class Service:
 
     def _abort(self, conversation: Conversation, error: Exception) -> None:
         conversation.error = as_toast_error(error)
-        with suppress(Exception):  # the first failure is the one to tell of
+        with suppress(Exception):  # report the first failure
             conversation.abort()
         self._tell(error)
 
@@ -157,7 +158,7 @@ class Service:
             self.settings.say(as_toast_error(error).message)
 
     def _fail(self, conversation: Conversation, error: Exception) -> None:
-        """Ends a conversation with an error."""
+        """End a conversation with an error."""
         self._abort(conversation, error)
         self._retire(conversation)
 
@@ -171,8 +172,8 @@ class Service:
     # --------------------------------------------------------------------------- for conversations
 
     def slice_size(self) -> int | None:
-        """Tokens of the next pass over a prompt: all that the device likes where nobody waits for
-        a step, else as many as are read in a slice of time."""
+        """Tokens of the next prefill pass: the device's default if nobody waits for a step, else as
+        many as fit into a time slice."""
         if not any(c.want == "step" for c in self.active):
             return self.settings.chunk
         rate = self.rate or FIRST_SLICE / SLICE_SECONDS
@@ -182,8 +183,8 @@ class Service:
     # -------------------------------------------------------------------------------------- upkeep
 
     def report(self) -> dict[str, Any]:
-        """For the status: how the model computes, who uses it, what is in memory, and by name what
-        the policies have done so far."""
+        """For the status: how the model computes, who uses it, what is in memory, and the counters
+        of the policies by name."""
         engine = self.engine
         return {
             "device": engine.device,
@@ -198,17 +199,17 @@ class Service:
         }
 
     def memory_warning(self) -> None:
-        """Has what may leave the device do so before the next pass. For a signal handler, too."""
+        """Have device memory released before the next pass. For a signal handler, too."""
         warn_of_memory(self.engine.policies)
 
     def make_room(self) -> None:
-        """Has what may leave the device do so at once."""
+        """Release device memory at once."""
         self.memory_warning()
         self.engine.decide(NO_WISH)
 
     def has_moved(self) -> bool:
-        """Whether the model's files are others, if perhaps of the same bytes: who reads layers or
-        experts from them does not take them for its own."""
+        """True if the model's files were replaced, even by identical ones: layers and experts
+        cannot be read from them any more."""
         try:
             self.engine.holdings.store.check_files()
         except ToastError:
@@ -216,30 +217,30 @@ class Service:
         return False
 
     def probe(self) -> None:
-        """Runs one step of the model, to see that it still does."""
+        """Run one step of the model, to check that it still works."""
         import mlx.core as mx
 
         mx.eval(self.engine.step(0, self.engine.new_cache()))
 
     def end_attached(self, why: ToastError) -> None:
-        """Ends the runs of other processes: their next op is told why."""
+        """End the runs of other processes: their next op gets this error."""
         for attached in list(self.attached):
             attached.end(why)
 
     def unplug_attached(self) -> None:
-        """Has the runs of other processes let the weights go; they keep their states."""
+        """Have the runs of other processes release the weights; they keep their states."""
         for attached in list(self.attached):
             attached.unplug()
 
     def save_all(self) -> None:
-        """Puts on disk what is not there yet, also what could not be put there before."""
+        """Write to disk what is not there yet, retrying what failed before."""
         self.memory.unsaved += [kept for kept in self.memory.kept if kept.refused]
         while self.memory.unsaved:
             self.memory.write(self.memory.unsaved.popleft())
 
     def close(self) -> dict[str, Any]:
-        """Puts what is remembered on disk and takes all off the device; what is remembered now, for
-        the status."""
+        """Write cached states to disk and release the device; return what is cached now, for the
+        status."""
         self.save_all()
         self.unplug_attached()
         self.memory.unload()
@@ -258,7 +259,7 @@ def open_service(
     notify: Callable[[str], None] | None,
     finished: Callable[[Conversation], None],
 ) -> Service:
-    """A Service with its model loaded. notify: is told what an Engine has to say."""
+    """Load the model and return its Service. notify: called with the Engine's messages."""
     gears = None if settings.gears is None else settings.gears.options
     policies = settings.policies._replace(gear_options=gears)
     engine = open_engine(
@@ -274,7 +275,7 @@ def open_service(
 
 
 def last_replies(conversation: Conversation, model: str) -> Iterator[dict]:
-    """What ends a request: stats and end, or error."""
+    """The replies that end a request: stats and end, or error."""
     if conversation.error is not None:
         yield error_reply(conversation.error)
         return

@@ -1,4 +1,4 @@
-"""The settings of the daemon: of the model that it serves, and of its front."""
+"""Settings of the daemon: of the model that it serves, and of its front."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from toastkit.stages.follow import GearSettings
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """model: as -m takes it. device, dtype, kv_bits, native: as of toast-prefill(1). chunk: tokens
-    of a prefill pass, None for the device's default. parallel: conversations at the device at once.
-    batch: of them, how many take their steps together; 1: in turn. max_queue: requests that wait.
-    idle_unload: seconds without a request after which the model leaves the memory, None for never.
+    """model: as -m takes it. device, dtype, kv_bits, native: as in toast-prefill(1). chunk: tokens
+    per prefill pass, None for the device's default. parallel: conversations on the device at once.
+    batch: how many of them are stepped together; 1: in turn. max_queue: waiting requests.
+    idle_unload: seconds without a request before the model is unloaded, None for never.
     cache_bytes, spill_bytes: for finished conversations, on the device and on disk. audit: gets a
-    record of each request. debug: with tracebacks. say: is told what a person should know.
-    gears, policies: of the engine; the former say which gears the latter have."""
+    record per request. debug: include tracebacks. say: called with messages for people. gears,
+    policies: of the engine; the former say which gears the latter have."""
 
     model: str = "crumb"
     device: str = "auto"
@@ -43,7 +43,7 @@ class ServiceSettings:
 @dataclass(frozen=True)
 class Limits:
     """connections: at most, at a time. line_bytes: of a request, without its newline. idle_seconds:
-    how long a connection may do nothing."""
+    before an idle connection is closed."""
 
     connections: int = 256
     line_bytes: int = 16 << 20

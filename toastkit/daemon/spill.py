@@ -1,10 +1,10 @@
-"""Finished conversations on disk: a session directory each, found again after a restart.
+"""Finished conversations on disk, one session directory each, found again after a restart.
 
-    $XDG_CACHE_HOME/toastkit/conversations/FINGERPRINT-VARIANT/HASH/
+$XDG_CACHE_HOME/toastkit/conversations/FINGERPRINT-VARIANT/HASH/
 
-They are written after every turn, without waiting for the disk: a commit survives the death of the
-process, and what a power failure tears is found out by its checksums and dropped. The oldest go
-when all of them together are over the budget.
+They are written after every turn, without fsync: a commit survives the death of the process, and
+one torn by a power failure is detected by its checksums and dropped. The oldest are removed when
+all together exceed the budget.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ FINGERPRINT_DIGITS = 16
 
 @dataclass(eq=False)
 class Kept:
-    """A state that is kept. key: hash of its conversation. tokens: uint32, ids it has read.
-    cache, savepoints: on the device; cache is None where it is on disk only. path, generation:
-    where it lies on disk. points, cuts: positions of its savepoints; whether it can be cut back
-    anywhere. saved: the disk has all of it. used: when it was last wanted, counted up. own: the
-    path is a session that a user named, not one of ours. refused: the disk did not take it."""
+    """A cached state. key: hash of its conversation. tokens: uint32, the ids it has read. cache,
+    savepoints: on the device; cache is None if it is on disk only. path, generation: its place on
+    disk. points, cuts: positions of its savepoints; whether it can be trimmed to any position.
+    saved: complete on disk. used: LRU counter. own: the path is a user's named session, not one of
+    ours. refused: writing it to disk has failed."""
 
     key: int
     tokens: array
@@ -58,13 +58,13 @@ class Kept:
 
 
 def conversations_root() -> Path:
-    """Where conversations of all models lie."""
+    """The directory of all models' conversations."""
     return Path(own_directory("CACHE", "conversations"))
 
 
 class Spill:
-    """The conversations of one model. variant: what else its states depend on: dtypes and policies.
-    budget: bytes of disk. say: is told, once, what fails."""
+    """The conversations of one model on disk. variant: what else states depend on: dtypes and
+    policies. budget: bytes of disk. say: called once, with what fails."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class Spill:
         self._say = say
 
     def scan(self) -> list[Kept]:
-        """What is there, the longest unused first. Damaged ones are removed, and what another
-        process began to make and never finished."""
+        """List what is there, least recently used first. Removes damaged ones, and what another
+        process began to create and never finished."""
         found = []
         for path in _by_age(self.root):
             try:
@@ -91,7 +91,7 @@ class Spill:
             except (ToastError, ValueError):
                 self.remove(path)
             except OSError:
-                continue  # not to be read now
+                continue  # not readable now
         return found
 
     def _stored(self, path: Path) -> Kept:
@@ -103,8 +103,8 @@ class Spill:
             )  # fmt: skip
 
     def write(self, kept: Kept) -> bool:
-        """Stores a conversation that is in memory, of an earlier turn of it only the change, and
-        notes its place; whether that worked."""
+        """Write a conversation in memory, only the changes if an earlier turn is on disk, and note
+        its place; return True on success."""
         assert kept.cache is not None  # or there is nothing to write
         name, tokens = f"{kept.key:016x}", kept.tokens.tolist()
         try:
@@ -117,10 +117,10 @@ class Spill:
                 session.commit(tokens, kept.cache, None, kept.savepoints)
                 generation = session.generation
                 if not path.name.startswith(name):
-                    # With its lock, which is of the file and not of the name.
+                    # Keeps its lock, which is on the file and not on the name.
                     path = path.rename(self._free_name(name))
             os.utime(path)
-        except Exception as error:  # whatever it is: the conversation is still in memory
+        except Exception as error:  # whatever it is, the conversation is still in memory
             if self._say is not None:
                 if isinstance(error, OSError):
                     error = from_os_error(error, f"cannot write in {self.root}", creating=True)
@@ -138,8 +138,8 @@ class Spill:
         return path
 
     def prune(self, keep: Path | None = None) -> list[Path]:
-        """Removes the longest unused until the budget holds; which ones. keep: not this one, unless
-        it alone is over the budget."""
+        """Remove the least recently used until the budget holds; return them. keep: spared, unless
+        it alone exceeds the budget."""
         removed: list[Path] = []
         sizes = {path: _size(path) for path in _by_age(self.root)}
         total = sum(sizes.values())
@@ -155,14 +155,14 @@ class Spill:
         return removed
 
     def remove(self, path: Path) -> None:
-        """Removes one conversation, if it is one of these."""
+        """Remove one conversation, if it is one of these."""
         if path.parent == self.root:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def last_used(fingerprint: str) -> Iterator[list[int]]:
-    """Token ids of a model's conversations, whatever its states depend on besides, those last used
-    first. What cannot be read is left out."""
+    """Yield the token ids of a model's conversations, of all variants, most recently used first.
+    Skips unreadable ones."""
     roots = conversations_root().glob(f"{fingerprint[:FINGERPRINT_DIGITS]}-*")
     paths = [path for root in roots for path in _by_age(root)]
     for path in sorted(paths, key=_age):
@@ -173,7 +173,7 @@ def last_used(fingerprint: str) -> Iterator[list[int]]:
 
 
 def _by_age(root: Path) -> list[Path]:
-    """The directories in a folder, the longest unused first."""
+    """The directories in a folder, least recently used first."""
     try:
         with os.scandir(root) as entries:
             ours = (e for e in entries if e.is_dir(follow_symlinks=False))
@@ -184,7 +184,7 @@ def _by_age(root: Path) -> list[Path]:
 
 
 def _age(path: Path) -> float:
-    """Seconds since a directory was written to; none where it has just gone."""
+    """Seconds since a directory was written to, 0 if it has just gone."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:

@@ -1,4 +1,4 @@
-"""Takes the steps of several states: together where the architecture allows, else in turn."""
+"""Take decode steps of several states: batched if the architecture allows it, else in turn."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from toastkit.engine.batch import Batch, can_batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
 
-# A batch pads its states to the longest. One joins where it is neither much shorter nor much longer
-# than those that are there: no more than twice, or this many tokens.
+# A batch pads its states to the longest. A state joins if its length is within a factor of two, or
+# this many tokens, of those in the batch.
 SLACK_TOKENS = 1024
-# Rounds of steps after which batching is tried again where it has failed: doubled each time.
+# Rounds of steps before batching is retried after a failure, doubled each time.
 FIRST_ROUNDS, MOST_ROUNDS = 64, 1 << 14
 
 
 class Stepper:
-    """most: states in a batch; 1 takes every step alone, as policies may ask for too. say: is told
-    why states are not batched.
+    """most: states per batch; 1 takes every step alone, which policies may require too. say: called
+    with why states are not batched.
 
-    Whether a model can be batched is tried out when two states first step at once; where the trial
-    itself fails, or a batch does later, again after some time.
+    Whether a model can be batched is tested when two states first step at once; if the test or a
+    later batch fails, again after some time.
     """
 
     def __init__(self, engine: Engine, most: int, say: Callable[[str], None] | None = None):
@@ -36,13 +36,13 @@ class Stepper:
 
     @property
     def sizes(self) -> list[int]:
-        """How many states step together, batch by batch."""
+        """The size of each batch."""
         return [len(batch.members) for batch in self._batches]
 
     def step(self, states: Sequence[ScheduledState]) -> list[tuple[ScheduledState, Exception]]:
-        """Takes the step that is due of each state; their logits are being computed after it.
-        Returns those that failed, each with its error. Where a batch fails, each of its states is
-        read anew and steps alone: whose fault it was shows then."""
+        """Take the pending step of each state; their logits are being computed on return. Returns
+        the failed ones, each with its error. If a batch fails, each of its states is prefilled
+        again and stepped alone, which shows the culprit."""
         alone = states
         if len(states) > 1 and self._can_batch():
             try:
@@ -61,7 +61,7 @@ class Stepper:
         return failed
 
     def _step_together(self, states: Sequence[ScheduledState]) -> list[ScheduledState]:
-        """Steps all that have company; returns the others."""
+        """Step all that share a batch; return the others."""
         alone = []
         for state in states:
             if self._batch_of(state) is None:
@@ -78,18 +78,18 @@ class Stepper:
         return alone
 
     def _give_up(self, batch: Batch) -> None:
-        """Dissolves a batch that has failed: what its caches hold is not known."""
+        """Dissolve a failed batch: the contents of its caches are unknown."""
         self._batches.remove(batch)
         batch.dissolve()
 
     def _put_off(self) -> None:
-        """No batches for some time, and longer with each failure."""
+        """Suspend batching, longer with each failure."""
         self._works, self._wait = None, self._pause
         self._pause = min(2 * self._pause, MOST_ROUNDS)
 
     def _read_anew(self, state: ScheduledState) -> None:
-        """Makes the caches of a state whose batch was given up. Its steps are taken again as steps
-        where a policy has them computed in another way than a prompt."""
+        """Rebuild the caches of a state whose batch failed. Its decode steps are repeated as such
+        if a policy computes them differently from prefill."""
         state.take_back()
         ids = state.read_tokens() if state.waiting is None else state.read_tokens()[:-1]
         steps = any(policy.variant for policy in self._engine.policies)
@@ -107,7 +107,7 @@ class Stepper:
         state.take_step(self._engine)
         state.submit()
         if known:
-            self._engine.look_ahead(state)  # while the last of this step is computed
+            self._engine.look_ahead(state)  # while the rest of this step is computed
 
     def _can_batch(self) -> bool:
         if self._works is None:
@@ -123,7 +123,7 @@ class Stepper:
         return bool(self._works)
 
     def _join(self, state: ScheduledState) -> None:
-        """Puts a state into the first batch that has room and is about as long."""
+        """Put a state into the first batch with room and similar length."""
         for batch in self._batches:
             if len(batch.members) < self._most and _alike(batch, state):
                 batch.join([state])
@@ -139,7 +139,7 @@ class Stepper:
         return None
 
     def leave(self, state: ModelState) -> None:
-        """Takes a state out of the batch that it is in, if any. Its caches hold its tokens then."""
+        """Take a state out of its batch, if any; its caches then hold its tokens."""
         batch = self._batch_of(state)
         if batch is not None:
             try:

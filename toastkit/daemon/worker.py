@@ -1,8 +1,8 @@
-"""The thread that owns the device: it loads the model, serves what is asked, and remembers.
+"""The thread that owns the device: it loads the model, serves requests, and keeps states.
 
-Requests are prepared on a second thread, which needs no device, wait in a bounded queue, and get
-their place as others end. If the thread dies, `failure` says of what, and the daemon ends: a
-daemon whose worker is gone would let its clients wait for ever.
+Requests are prepared on other threads, which need no device, wait in a bounded queue, and are
+admitted as others end. If the thread dies, `failure` says why, and the daemon ends: without a
+worker its clients would wait for ever.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from toastkit.daemon.conversation import Channel, Conversation
     from toastkit.daemon.service import Service
 
-PREPARERS = 2  # threads: a long prompt does not hold up a short one
-NATIVE_SECONDS = 3.0  # between two looks for native products that are being built
+PREPARERS = 2  # threads: a long prompt does not delay a short one
+NATIVE_SECONDS = 3.0  # between checks for native products that are being built
 
 
 class Worker:
@@ -64,7 +64,7 @@ class Worker:
     # ------------------------------------------------------------------------- of any other thread
 
     def start(self) -> None:
-        """Loads the model, and returns when it can be asked. Raises what loading raises."""
+        """Load the model, and return when it is ready for requests. Raises what loading raises."""
         self._preparer = current_model(self.settings, self._readers)
         self._thread.start()
         self._ready.wait()
@@ -72,11 +72,10 @@ class Worker:
             raise self.failure
 
     def submit(self, request: Request, channel: Channel) -> None:
-        """Takes a request in, and the descriptors of an attach op; the answer comes through the
-        channel. Raises BusyError where too many wait, UnavailableError while the daemon shuts
-        down."""
+        """Accept a request, and the descriptors of an attach op; replies go to the channel. Raises
+        BusyError if the queue is full, UnavailableError while the daemon shuts down."""
         with self._condition:
-            # A run that is attached goes on to its end, as every other does.
+            # An attached run continues to its end, like every other.
             if self._draining and (request.op not in ATTACH_OPS or request.op == "attach"):
                 raise UnavailableError("the daemon is shutting down")
             if request.op == "generate":
@@ -90,7 +89,7 @@ class Worker:
             self._do(lambda: self._answer(act, request, channel))
 
     def _check_room(self) -> None:
-        """Raises BusyError where too many wait. Those that have given up do not count."""
+        """Raise BusyError if the queue is full. Requests whose client has gone do not count."""
         most = self.settings.max_queue
         if self.preparing + len(self._waiting) < most:
             return
@@ -109,14 +108,14 @@ class Worker:
             self._condition.notify()
 
     def _prepare(self, request: Request, channel: Channel, order: int) -> None:
-        """On a preparing thread: the prompt becomes tokens. Whatever happens, the one who asked is
-        answered and the place given back."""
+        """Tokenise the prompt, on a preparing thread. Whatever happens, the client gets a reply and
+        the slot is released."""
         prepared: Prepared | None = None
         error: ToastError | None = None
         try:
             if not channel.gone:
                 prepared = self._preparer.prepare(request)
-        except BaseException as failure:  # a thread of the pool is not interrupted
+        except BaseException as failure:  # threads of the pool are not interrupted
             error = as_toast_error(failure)
         with self._condition:
             self._last_used = time.monotonic()
@@ -128,14 +127,14 @@ class Worker:
             self._refuse(request, channel, error)
 
     def _refuse(self, request: Request, channel: Channel, error: ToastError | None) -> None:
-        """Ends a request that does not begin; with no error, of one who has gone."""
+        """End a request that has not begun; without an error if its client has gone."""
         if error is not None:
             channel.reply(error_reply(error))
         self._record(request, channel, {"error": error.message} if error else {"end": "cancelled"})
         channel.done()
 
     def status(self) -> dict[str, Any]:
-        """What it is doing, at this moment."""
+        """The worker's current status."""
         service = self._service
         idle: dict[str, Any] = dict.fromkeys(("device", "dtype", "kv_dtype", "native"))
         idle |= {"active": 0, "attached": 0, "conversations": self._memory_summary, "ledger": {}}
@@ -151,7 +150,7 @@ class Worker:
         }
 
     def drain(self) -> None:
-        """Takes no more; those that wait are refused, those under way end."""
+        """Accept nothing more; refuse those in the queue, let active ones end."""
         with self._condition:
             self._draining = True
             waiting, self._waiting = self._waiting, []
@@ -161,16 +160,16 @@ class Worker:
             self._refuse(prepared.request, channel, error)
 
     def idle(self) -> bool:
-        """Drained, and nothing under way."""
+        """Drained, and nothing active."""
         busy = self._busy() or (self._service is not None and bool(self._service.attached))
         return self._draining and not (busy or self.preparing or self._waiting or self._jobs)
 
     def cancel_all(self) -> None:
-        """Has the worker's thread end all that is under way."""
+        """Have the worker's thread end everything active."""
         self._do(self._give_up_all)
 
     def reload(self) -> None:
-        """Look at the model's files again once what is under way has ended. Raises NoInputError,
+        """Check the model's files again once active requests have ended. Raises NoInputError,
         DataError if there is no such model now; what else fails later is logged."""
         find_model(self.settings.model)
         with self._condition:
@@ -178,11 +177,11 @@ class Worker:
             self._condition.notify()
 
     def memory_warning(self) -> None:
-        """Has layers that may leave the device do so before the next pass, at once if none runs."""
+        """Have layers released from the device before the next pass, at once if none runs."""
         self._do(self._make_room)
 
     def close(self) -> None:
-        """Ends the thread, with every conversation on disk."""
+        """End the thread, with every conversation on disk."""
         with self._condition:
             self._closing = True
             self._condition.notify()
@@ -204,7 +203,7 @@ class Worker:
         except BaseException as error:
             self.failure = error
             self._ready.set()
-            with suppress(Exception):  # the first failure is the one to tell of
+            with suppress(Exception):  # report the first failure
                 if self._service is not None:
                     self._service.save_all()
         self.notify()
@@ -223,7 +222,7 @@ class Worker:
         return self._service or self._load()
 
     def _unload(self) -> None:
-        """Puts what is remembered on disk and gives the memory back."""
+        """Write cached states to disk and release the memory."""
         service, self._service = self._service, None
         if service is None:
             return
@@ -235,7 +234,7 @@ class Worker:
         mx.clear_cache()
 
     def _round(self) -> None:
-        """One round of the worker's thread: waits for work, and does some."""
+        """One round of the worker's thread: wait for work, and do some."""
         with self._condition:
             work = self._jobs or self._waiting or self._closing or self._reloading
             if not self._busy() and not work:
@@ -267,7 +266,7 @@ class Worker:
         return self._service is not None and self._service.busy
 
     def _patience(self) -> float | None:
-        """Seconds until there is something to do without being asked."""
+        """Seconds until there is something to do unprompted."""
         if self._service is None or self.preparing:
             return None
         due = [] if self._next_look is None else [self._next_look]
@@ -276,8 +275,8 @@ class Worker:
         return max(min(due) - time.monotonic(), 0) if due else None
 
     def _rest(self) -> None:
-        """What is due where nothing is under way: the model leaves the memory, or is loaded again
-        for native products, which were being built."""
+        """Idle work: unload the model, or reload it for native products that have since been
+        built."""
         unload, now = self.settings.idle_unload, time.monotonic()
         if unload is not None and now >= self._last_used + unload:
             return self._unload()
@@ -300,7 +299,7 @@ class Worker:
             self._refuse(prepared.request, channel, as_toast_error(error))
 
     def _finished(self, conversation: Conversation) -> None:
-        """The last replies of a request, its record, and the numbers of the status."""
+        """Send the last replies of a request, write its record, update the status."""
         from toastkit.daemon.service import last_replies
 
         channel, request = conversation.channel, conversation.prepared.request
@@ -327,7 +326,7 @@ class Worker:
         self._record(request, channel, facts, conversation.text)
 
     def _record(self, request: Request, channel: Any, facts: dict, text: str = "") -> None:
-        """A line of the audit log. It is the log's to leave the texts out."""
+        """Write a line of the audit log, which leaves the texts out itself."""
         if self.settings.audit is None:
             return
         who = {**channel.connection.peer._asdict(), "op": request.op}
@@ -353,8 +352,8 @@ class Worker:
             self._service.make_room()
 
     def _reload(self) -> None:
-        """Another checkpoint, if it is one now, takes the old one's place. Where that fails the old
-        one stays, if it is still in memory."""
+        """Replace the model if its files have changed. On failure keep the old one, if still in
+        memory."""
         self._reloading = False
         try:
             preparer = current_model(self.settings, self._readers, self._preparer)
@@ -368,7 +367,7 @@ class Worker:
             self._say(f"cannot reload: {as_toast_error(error).message}")
 
     def _look(self) -> None:
-        """Where the model rests, its files may have become another's."""
+        """While the model is unloaded, check whether its files have changed."""
         if self._service is None:
             self._preparer = current_model(self.settings, self._readers, self._preparer)
 
@@ -379,7 +378,8 @@ class Worker:
         self._say(f"reloaded {preparer.files.name}")
 
     def _attached(self, request: Request, channel: Any) -> None:
-        """An op of toast-prefill or toast-decode, which use this model for a run of their own."""
+        """Perform an op of toast-prefill or toast-decode, which use this model for a run of their
+        own."""
         from toastkit.daemon.attached import serve
 
         try:
@@ -392,7 +392,7 @@ class Worker:
             self._last_used = time.monotonic()
 
     def _answer(self, act: Callable[..., None], request: Request, channel: Channel) -> None:
-        """Does what is no conversation; its bug must not end the others."""
+        """Handle a request that is no conversation, confining its bugs."""
         try:
             act(request, channel)
         except Exception as error:
