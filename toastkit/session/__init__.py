@@ -1,2 +1,2 @@
-"""THE state directory: a model state on disk that outlives the process that made it. directory.py
-is what others use, layout.py the words for what is on disk, caches.py alone imports MLX."""
+"""THE state directory: a model state on disk that outlives its process. directory.py is the
+interface, layout.py defines what is on disk, only caches.py and mapped.py use MLX."""

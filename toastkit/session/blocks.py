@@ -1,13 +1,13 @@
 """Tensors <-> extents of cache.bin: blocks of 256 positions, copy on write.
 
 A row that the last commit owns is never overwritten. Rows past it may be written into the same
-extent, in place: no header points at them yet. So a commit of one more token writes one row a
-tensor, and whatever moment the process dies at, the last header's bytes are as they were. (Within a
-device's sector, a torn write at a power failure is the file system's to prevent.)
+extent, in place, as no header points at them yet. So committing one more token writes one row per
+tensor, and whenever the process dies, the last header's bytes are intact. (A torn write within a
+device sector at a power failure is the file system's to prevent.)
 
-Nor are bytes overwritten that somebody reads in place (mapped.py): who does holds them, by a lock
-on these bytes of the file that ends with the last array over them, in whatever process. A writer
-asks before it writes into a hole of the file, or behind rows that history was cut back to.
+Nor are bytes overwritten that some process reads in place (mapped.py): it holds a lock on these
+bytes of the file until the last array over them is gone. A writer checks for locks before it writes
+into a hole of the file, or behind rows that history was cut back to.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from toastkit.session.layout import Damaged, Layer, Range, Tensor
 
 @dataclass(slots=True)
 class TensorSource:
-    """An array to be saved. axis: the one that grows, or None. shape: of what is to be saved.
+    """An array to be saved. axis: the growing one, or None. shape: of what is saved.
 
     read(first, last): the bytes of rows [first, last) with `axis` moved to the front, C order,
-    little-endian; for a whole tensor read(0, 1) gives all of it."""
+    little-endian; for a whole tensor read(0, 1) gives all of it.
+    """
 
     name: str
     dtype: str
@@ -48,9 +49,9 @@ class LayerSource:
 def store_tensor(
     fd: int, space: Space, source: TensorSource, old: Tensor | None, keep: int
 ) -> Tensor:
-    """Writes what changed and returns the tensor's new ranges. Nothing is synced.
+    """Write what changed and return the tensor's new ranges. Nothing is synced.
 
-    old: the tensor as last committed. keep: leading rows known to be as `old` has them.
+    old: the tensor as last committed. keep: leading rows known to equal those of `old`.
     Raises OSError.
     """
     new = Tensor(source.name, source.dtype, tuple(source.shape), source.axis, [])
@@ -61,7 +62,7 @@ def store_tensor(
         old = None
     stored = old.rows if old is not None else 0
     keep = min(keep, stored, rows) if new.axis is not None else 0
-    # Otherwise history was cut back, or the tensor changes as a whole.
+    # Otherwise history was cut back, or the tensor is replaced as a whole.
     appends = keep == stored and not (old and _is_tail_held(space, old, rows))
     first = keep if appends else keep // step * step
     if old is not None:
@@ -72,7 +73,7 @@ def store_tensor(
     if first % step:
         data = _fill_last_block(fd, new, first, data)
     elif old is not None and keep == rows:
-        # Cut back within a block: the same extent, a checksum over fewer rows.
+        # Cut back within a block: same extent, checksum over fewer rows.
         offset = old.ranges[first // step].offset
         new.ranges.append(Range(offset, data.nbytes, zlib.crc32(data)))
         return new
@@ -81,7 +82,7 @@ def store_tensor(
 
 
 def _is_tail_held(space: Space, old: Tensor, rows: int) -> bool:
-    """Whether somebody reads where the next rows, up to `rows` of them all, would be appended."""
+    """True if the place of the rows to append, up to `rows` in all, is locked by a reader."""
     count = min(rows - old.rows, -old.rows % old.block_rows)
     if count <= 0:
         return False
@@ -96,8 +97,7 @@ def _same_form(a: Tensor, b: Tensor) -> bool:
 
 
 def _fill_last_block(fd: int, tensor: Tensor, first: int, data: memoryview) -> memoryview:
-    """Appends rows in place to the block that the last commit left partly filled; returns the
-    rows that did not fit."""
+    """Append rows in place to the partly filled last block; return those that did not fit."""
     count = min(tensor.rows - first, -first % tensor.block_rows)
     piece = data[: count * tensor.row_bytes]
     offset, length, crc = tensor.ranges.pop()
@@ -107,7 +107,7 @@ def _fill_last_block(fd: int, tensor: Tensor, first: int, data: memoryview) -> m
 
 
 def _write_blocks(fd: int, space: Space, tensor: Tensor, data: memoryview) -> None:
-    """Writes what is left to fresh extents."""
+    """Write the rest to fresh extents."""
     size = tensor.block_rows * tensor.row_bytes
     while data.nbytes:
         piece = data[:size]
@@ -118,7 +118,8 @@ def _write_blocks(fd: int, space: Space, tensor: Tensor, data: memoryview) -> No
 
 
 def _next_extent(space: Space, tensor: Tensor) -> int:
-    """The offset of a fresh one for the next block, with room behind it for those to come."""
+    """The offset of a fresh extent for the next block, with room reserved behind it for later
+    ones."""
     block = tensor.block_bytes
     last = -(-space.rows // tensor.block_rows) if tensor.axis is not None else 0
     before = tensor.ranges[-1].offset + block if tensor.ranges else None
@@ -126,7 +127,7 @@ def _next_extent(space: Space, tensor: Tensor) -> int:
 
 
 def copy_layer(fd: int, space: Space, layer: Layer, source: int) -> Layer:
-    """What grows of a layer in another file, `source`, copied to this one: its blocks, but for a
+    """Copy the growing part of a layer in another file, `source`, to this one: its blocks, except a
     last one that the layer has been cut back within. Raises OSError."""
     copy = Layer(layer.kind, dict(layer.settings))
     for tensor in layer.tensors:
@@ -160,9 +161,9 @@ def store_layer(
     shared: int,
     counts: tuple[int, int],
 ) -> Layer:
-    """Writes a layer. shared: leading tokens whose rows are as last committed. counts: tokens of
-    the last commit and of this one. Rows are kept only where a row is a token's, so that shared
-    tokens are shared rows. Raises OSError."""
+    """Write a layer. shared: leading tokens whose rows are as last committed. counts: tokens of the
+    last commit and of this one. Rows are kept only if there is one per token, so that shared tokens
+    mean shared rows. Raises OSError."""
     layer = Layer(source.kind, dict(source.settings))
     if old is not None and (old.kind != layer.kind or _setup(old) != _setup(layer)):
         old = None
@@ -178,24 +179,24 @@ def store_layer(
 
 
 def _setup(layer: Layer) -> dict[str, int]:
-    """The settings that do not move with the tokens."""
+    """The settings that do not change with the tokens."""
     return {k: v for k, v in layer.settings.items() if k not in ("offset", "idx")}
 
 
 @dataclass(slots=True)
 class Stored:
-    """What a file has of tensors. fd: of the file. reopen: gives another opening of it, where what
-    it has is known to be as it was committed and may be read in place; else None. held: whether
-    that was done."""
+    """The tensors of a file. fd: of the file. reopen: returns a second descriptor of it, if its
+    contents are known to be as committed and may be read in place; else None. held: whether it was
+    used."""
 
     fd: int
     reopen: Callable[[], int] | None = None
     held: bool = False
 
     def __call__(self, tensor: Tensor) -> bytearray:
-        """A tensor's rows, axis first, in a buffer with room for whole blocks of rows (the rest is
-        unspecified); a whole tensor as it is. Every range read is checked. The tensor may have been
-        cut back: then it has more ranges, or longer ones, than its rows need.
+        """Read a tensor's rows, axis first, into a buffer with room for whole blocks of rows
+        (the rest is unspecified); a whole tensor as it is. Every range is verified. A tensor that
+        was cut back has more ranges, or longer ones, than its rows need.
 
         Raises Damaged for a wrong checksum or a file that is too short, OSError.
         """

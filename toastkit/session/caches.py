@@ -1,9 +1,9 @@
 """mlx_lm's cache objects <-> stored layers, by the table of classes in layout.py.
 
-A cache is its arrays and a few integers, as `state` of mlx_lm.models.cache has them. Classes are
-told by name and module, never through a subclass test: a subclass may hold more than its parent,
-and saving half of it would come back as wrong text. mlx_lm itself is not imported here; restoring
-fills the fresh objects that the caller's model makes.
+A cache is its arrays and a few integers, as in `state` of mlx_lm.models.cache. Classes are matched
+by name and module, never by isinstance: a subclass may hold more than its parent, and restoring
+half of it would produce wrong text. mlx_lm itself is not imported here; restoring fills fresh
+objects made by the caller's model.
 
 All arrays are read and made on the calling thread's default stream; MLX streams belong to threads.
 """
@@ -31,14 +31,14 @@ from toastkit.session.layout import (
 from toastkit.session.mapped import read_in_place
 from toastkit.store.dtypes import bytes_of
 
-LARGE = 8 << 20  # bytes to be saved, for which numpy, which is quicker there, is worth importing
+LARGE = 8 << 20  # bytes to save from which importing numpy, which is faster there, pays off
 CACHE_MODULE = "mlx_lm.models.cache"
 DTYPES = {name: getattr(mx, "bool_" if name == "bool" else name) for name in ITEM_BYTES}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Arrays = dict[str, mx.array]
 Settings = dict[str, int]
-ATTRIBUTES = {"idx": "_idx"}  # where a cache calls a setting otherwise
+ATTRIBUTES = {"idx": "_idx"}  # settings whose attribute has another name
 # Settings that a fresh cache has too and that must agree.
 FIXED = {
     "QuantizedKVCache": ("group_size", "bits"), "ChunkedKVCache": ("chunk_size",),
@@ -47,9 +47,9 @@ FIXED = {
 
 
 def _take(kind: str, cache: Any) -> tuple[Settings, Arrays]:
-    """Settings and arrays of a cache by the names of layout.KINDS; an array that is None is left
-    out. Keys and values: (batch, heads, positions, size) of the activations' dtype, or packed to
-    uint32 with scales and biases; what ArraysCache holds is as its architecture has it."""
+    """Settings and arrays of a cache by the names of layout.KINDS, without arrays that are None.
+    Keys and values: (batch, heads, positions, size) of the activations' dtype, or packed to uint32
+    with scales and biases; the contents of an ArraysCache depend on the architecture."""
     if kind == "ArraysCache":
         arrays = {str(i): entry for i, entry in enumerate(cache.cache)}
         arrays.update(left_padding=cache.left_padding, lengths=cache.lengths)
@@ -64,14 +64,14 @@ def _take(kind: str, cache: Any) -> tuple[Settings, Arrays]:
 
 
 def _put(kind: str, cache: Any, settings: Settings, arrays: Arrays) -> None:
-    """Sets a fresh cache's state."""
+    """Set a fresh cache's state."""
     if kind == "ArraysCache":
         cache.cache = [arrays.get(str(i)) for i in range(settings["size"])]
         cache.left_padding, cache.lengths = arrays.get("left_padding"), arrays.get("lengths")
         return
     if kind == "ConcatenateKVCache":  # takes its offset from the shape: no room to grow
         arrays = {name: array[..., : settings["offset"], :] for name, array in arrays.items()}
-    values = [arrays.get(name) for name in KINDS[kind].tensors]  # none where a chunk begins
+    values = [arrays.get(name) for name in KINDS[kind].tensors]  # none at the start of a chunk
     if kind == "QuantizedKVCache":
         values = [tuple(values[:3]), tuple(values[3:])]  # type: ignore[list-item]
     cache.keys, cache.values = values
@@ -80,7 +80,7 @@ def _put(kind: str, cache: Any, settings: Settings, arrays: Arrays) -> None:
 
 
 def _kind(cache: Any) -> str:
-    """The class's name if it is one of the table. Raises DataError."""
+    """The class's name if it is in the table. Raises DataError."""
     cls = type(cache)
     known = cls.__module__ == CACHE_MODULE and cls.__qualname__ in KINDS
     if not known:
@@ -95,13 +95,14 @@ def _kind(cache: Any) -> str:
 
 
 def describe(caches: Sequence[Any]) -> list[LayerSource]:
-    """What Session.commit_layers takes, from a model's list of caches. Arrays are read only when
-    they are written. Raises DataError for a class or a dtype that cannot be saved."""
+    """Describe a model's list of caches for Session.commit_layers. Arrays are read only when
+    written.
+    Raises DataError for a class or a dtype that cannot be saved."""
     return [describe_one(cache) for cache in caches]
 
 
 def describe_one(cache: Any) -> LayerSource:
-    """Of one cache what `describe` gives of each."""
+    """Describe one cache, as `describe` does."""
     kind = _kind(cache)
     if kind == "CacheList":
         return LayerSource(kind, {}, [], describe(cache.caches))
@@ -109,7 +110,7 @@ def describe_one(cache: Any) -> LayerSource:
     rows = None
     if KINDS[kind].grows:
         rows = settings["offset"] - settings.get("start_position", 0)
-        arrays = arrays if rows else {}  # cut back to nothing: the same as never used
+        arrays = arrays if rows else {}  # cut back to nothing: like an unused one
     return LayerSource(kind, settings, [_source(*item, rows) for item in arrays.items()])
 
 
@@ -121,7 +122,7 @@ def _dtype_name(array: mx.array) -> str:
 
 
 def _source(name: str, array: mx.array, rows: int | None) -> TensorSource:
-    """rows: how many of (B, H, at least `rows`, D) are to be saved; None saves the array whole."""
+    """rows: how many of (B, H, at least `rows`, D) to save; None saves the array whole."""
 
     def read(first: int, last: int) -> memoryview:
         if rows is None:
@@ -130,7 +131,7 @@ def _source(name: str, array: mx.array, rows: int | None) -> TensorSource:
             return bytes_of(mx.moveaxis(array[:, :, first:last], 2, 0))
         import numpy as np
 
-        # numpy has no bfloat16. It copies at once what MLX has a thread of its own do.
+        # numpy has no bfloat16. It copies on this thread, without handing over to MLX's.
         there = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
         part = np.array(there, copy=False)[:, :, first:last]
         return np.ascontiguousarray(part.transpose(2, 0, 1, 3)).data.cast("B")
@@ -143,13 +144,13 @@ def _source(name: str, array: mx.array, rows: int | None) -> TensorSource:
 
 
 def fill(caches: Sequence[Any], layers: Sequence[Layer | None], load: Stored) -> list[Any | None]:
-    """Sets fresh caches to what the stored layers say, and returns them, with None in the place of
-    those that are not stored.
+    """Set fresh caches to the stored layers, and return them, with None for layers that are not
+    stored.
 
-    load: the file that has them. Arrays come back in the stored shape, and dtype, but for keys and
-    values that the caches keep in another; growing ones get room for whole blocks of 256 positions,
-    as the classes themselves allocate, and some more where they are read in place. Raises Damaged,
-    also if the model's caches are others.
+    load: the file that has them. Arrays come back in the stored shape and dtype, except keys and
+    values that the caches keep in another dtype; growing ones get room for whole blocks of 256
+    positions, as the classes themselves allocate, and some more if they are read in place.
+    Raises Damaged, also if the model's caches are of other classes.
     """
     if len(caches) != len(layers):
         raise Damaged(f"it has {len(layers)} layers, the model {len(caches)}")
@@ -165,8 +166,8 @@ def fill(caches: Sequence[Any], layers: Sequence[Layer | None], load: Stored) ->
 
 
 def _kept_as_stored(cache: Any, layer: Layer) -> Iterator[Sequence[Tensor]]:
-    """Of a cache, and of each that it has, what it keeps in the dtype that it is stored in: keys
-    and values, or recurrent states."""
+    """What a cache, and each one nested in it, keeps in the stored dtype: keys and values, or
+    recurrent states."""
     for pair in zip(getattr(cache, "caches", ()), layer.parts):
         yield from _kept_as_stored(*pair)
     dtype = getattr(cache, "kv_dtype", None)
@@ -197,7 +198,7 @@ def _fill_one(cache: Any, layer: Layer, load: Stored, in_place: dict[int, mx.arr
         there = in_place.get(id(tensor))
         arrays[tensor.name] = _array(tensor, load(tensor)) if there is None else there
     if not arrays and kind not in ("ArraysCache", "ChunkedKVCache"):
-        return  # it was never used: a fresh one is the same
+        return  # unused: a fresh one is the same
     if KINDS[kind].tensors == KV:
         arrays = {name: _kept(array, cache) for name, array in arrays.items()}
     mx.eval(list(arrays.values()))
@@ -205,8 +206,8 @@ def _fill_one(cache: Any, layer: Layer, load: Stored, in_place: dict[int, mx.arr
 
 
 def _kept(array: mx.array, cache: Any) -> mx.array:
-    """Stored keys or values, as the cache keeps them. What has 8 bits is float32 to a cache that
-    keeps whatever it gets."""
+    """Stored keys or values, in the cache's dtype. 8-bit ones become float32 for a cache that keeps
+    whatever it gets."""
     dtype = getattr(cache, "kv_dtype", mx.float32 if array.dtype == mx.int8 else array.dtype)
     if array.dtype == mx.int8 and 0 < array.shape[-1] <= SCALE_BYTES:
         raise Damaged("keys or values in 8 bits have no numbers beside their scale")
@@ -214,7 +215,7 @@ def _kept(array: mx.array, cache: Any) -> mx.array:
 
 
 def _array(tensor: Tensor, buffer: bytearray) -> mx.array:
-    """The MLX array of stored bytes; a growing one with its axis back in place."""
+    """The MLX array of stored bytes; a growing one with its axis moved back."""
     shape = list(tensor.shape)
     if tensor.axis is not None:
         room = -(-tensor.rows // BLOCK_ROWS) * BLOCK_ROWS

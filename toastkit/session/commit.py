@@ -1,12 +1,12 @@
 """What a commit writes, and in which order.
 
-Data first, into places that the last header does not own; sync; then the header, by write, sync and
-rename; then the directory is synced. Until the rename the session is the last commit, after it the
-new one. An ephemeral session, and one that is only a cache, skips the syncs: it need not outlive a
+Data first, into space that the last header does not own; sync; then the header, by write, sync and
+rename; then sync the directory. Until the rename the session is the last commit, after it the new
+one. An ephemeral session, and one that is only a cache, skips the syncs: it need not outlive a
 power failure.
 
-Data may come long before: rows that stay as they are while a prompt is read (Ahead). No header
-names them until the commit does, and if there is none, they were never there.
+Rows that are final while a prompt is still being prefilled may be written long before (Ahead). No
+header names them until the commit; without one they do not exist.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ SLACK_BYTES = 1 << 20
 def write_tokens(
     fd: int, old: TokenRecord, stored: Sequence[int], tokens: Sequence[int]
 ) -> TokenRecord:
-    """Appends what is new. stored: the history that `old` stands for. When the history lies in too
-    many slices, all of it is appended once as one. Raises OSError."""
+    """Append what is new. stored: the history that `old` stands for. If the history is in too many
+    slices, it is appended once more as one. Raises OSError."""
     data = pack_ids(tokens)
     kept = common_prefix(stored, tokens)
     slices = _cut_slices(old.slices, kept)
@@ -68,8 +68,8 @@ def _cut_slices(slices: list[tuple[int, int]], count: int) -> list[tuple[int, in
 
 
 def write_logits(fd: int, old: LogitsRecord | None, logits: memoryview) -> LogitsRecord:
-    """Writes logits where the last commit's are not. logits: the bytes of float32 (vocab,). Raises
-    OSError."""
+    """Write logits if they differ from the last commit's. logits: the bytes of float32 (vocab,).
+    Raises OSError."""
     used = [] if old is None else [(old.offset, align(4 * old.count))]
     offset = Space(used).allocate(logits.nbytes)
     pwrite_all(fd, logits, offset)
@@ -86,9 +86,9 @@ def logits_bytes(logits: object) -> memoryview:
 
 
 class Ahead(NamedTuple):
-    """What cache.bin has that a commit may take over. tokens: ids that its rows are of. layers: of
-    those before the commit, what grows. shared: leading tokens whose rows are the state's. space:
-    what else of the file is taken."""
+    """What cache.bin holds that a commit may take over. tokens: ids that its rows belong to.
+    layers: the growing parts of the layers. shared: leading tokens whose rows are the state's.
+    space: what else of the file is in use."""
 
     tokens: list[int]
     layers: list[Layer]
@@ -97,16 +97,17 @@ class Ahead(NamedTuple):
 
 
 def as_committed(fd: int, old: Header, stored: Sequence[int], shared: int, rows: int = 0) -> Ahead:
-    """What the last commit has left. stored: its tokens. rows: that there are to be."""
+    """What the last commit has left to take over. stored: its tokens. rows: expected in the next
+    one."""
     space = Space(old.extents(), partial(held_until, fd), rows)
     return Ahead(list(stored), old.layers or [], shared, space)
 
 
 def write_ahead(fd: int, ahead: Ahead, tokens: list[int], sources: Sequence[LayerSource]) -> Ahead:
-    """Writes what grows of the caches of a state on its way, which has read these tokens. Raises
-    OSError."""
+    """Write the growing parts of the caches of an unfinished state that has read these tokens.
+    Raises OSError."""
     if len(tokens) <= _shared(ahead, tokens):
-        return ahead  # cut off here, it would grow over rows that the last commit may own
+        return ahead  # cut back here, it would grow over rows that the last commit may own
     layers = write_layers(fd, ahead, [_growing(source) for source in sources], tokens)
     return Ahead(tokens, layers, len(tokens), ahead.space)
 
@@ -114,8 +115,8 @@ def write_ahead(fd: int, ahead: Ahead, tokens: list[int], sources: Sequence[Laye
 def copy_ahead(
     fd: int, ahead: Ahead, tokens: list[int], layers: Sequence[Layer], source: int
 ) -> Ahead:
-    """Copies what grows of a state that has read these tokens out of another file of caches,
-    `source`, which has these layers. Raises OSError."""
+    """Copy the growing parts of a state that has read these tokens from another file of caches,
+    `source`, with these layers. Raises OSError."""
     copies = [copy_layer(fd, ahead.space, layer, source) for layer in layers]
     return Ahead(tokens, copies, len(tokens), ahead.space)
 
@@ -132,7 +133,7 @@ def _growing(source: LayerSource) -> LayerSource:
 def write_layers(
     fd: int, ahead: Ahead, sources: Sequence[LayerSource], tokens: Sequence[int]
 ) -> list[Layer]:
-    """Writes the caches of a state that has read these tokens, but for what is there already.
+    """Write the caches of a state that has read these tokens, except for what is there already.
     Raises OSError."""
     former, shared = ahead.layers, _shared(ahead, tokens)
     if len(former) != len(sources):
@@ -146,7 +147,7 @@ def write_layers(
 
 # ------------------------------------------------------------------------------------- savepoints
 
-# What becomes of a layer in a savepoint: taken over, written, cut from the end (None); the parts
+# Treatment of a layer in a savepoint: taken over, written, cut back from the end (None); the parts
 # of a CacheList.
 Plan = Layer | LayerSource | list["Plan"] | None
 
@@ -154,8 +155,8 @@ Plan = Layer | LayerSource | list["Plan"] | None
 def in_order(
     savepoints: Sequence[Savepoint], sources: Sequence[LayerSource] | None, count: int
 ) -> list[Savepoint]:
-    """Savepoints of LayerSources, rising. Raises ValueError for positions and layers that a state
-    of `count` tokens with these layers cannot have."""
+    """Savepoints of LayerSources, ascending. Raises ValueError for positions and layers that a
+    state of `count` tokens with these layers cannot have."""
     rising = sorted(savepoints, key=lambda point: point.count)
     reached = 0
     for point in rising:
@@ -176,8 +177,8 @@ def _alike(given: Sequence[LayerSource | None], sources: Sequence[LayerSource]) 
 def write_savepoints(
     fd: int, space: Space, old: Header, new: Header, points: Sequence[Savepoint], shared: int
 ) -> list[SavepointRecord]:
-    """Writes what the savepoints of a commit need besides new.layers. What `old` holds of one
-    within its first `shared` tokens is taken over. One that cannot be resumed is left out: a window
+    """Write what the savepoints of a commit need besides new.layers. Those of `old` within its
+    first `shared` tokens are taken over. A savepoint that cannot be resumed is left out: a window
     has begun to slide since, and there is no copy of it. Raises OSError."""
     ends = new.layers or []
     held = {point.count: point.layers for point in old.savepoints if point.count <= shared}
@@ -232,9 +233,9 @@ def _store(fd: int, space: Space, plan: Plan, n: int) -> Part:
 
 
 class State(NamedTuple):
-    """What a commit is given. tokens: all ids that were read. sources: its layers, None where none
-    are kept. logits: the bytes of float32 (vocab,) after the last token, or None.
-    savepoints: of LayerSources, as in_order has them."""
+    """The state to commit. tokens: all ids that were read. sources: its layers, None to keep none.
+    logits: the bytes of float32 (vocab,) after the last token, or None. savepoints: of
+    LayerSources, as from in_order."""
 
     tokens: list[int]
     sources: Sequence[LayerSource] | None
@@ -250,7 +251,7 @@ def write_data(
     shared: int,
     ahead: Ahead | None = None,
 ) -> Header:
-    """Writes all but the header, which is returned; nothing is synced.
+    """Write everything but the header, which is returned; nothing is synced.
 
     old, stored: the last commit and its tokens. shared: leading tokens whose rows the state has as
     that commit left them. ahead: what was written since, for this one. Raises OSError.
@@ -270,17 +271,17 @@ def write_data(
 
 
 def trim_file(fd: int, end: int) -> None:
-    """Truncates a file that has become more than twice as long as its committed end (bytes).
-    Not sooner: states that take turns between two places would grow and shrink it with
-    every commit. Not while somebody reads there in place."""
+    """Truncate a file that is more than twice as long as its committed end (bytes). Not sooner:
+    states alternating between two places would grow and shrink it with every commit. Not while
+    another process reads there in place."""
     size = os.fstat(fd).st_size
     if size > 2 * end + SLACK_BYTES and held_until(fd, end, size - end) is None:
         os.ftruncate(fd, end)
 
 
 def damage(header: Header, size_of: Callable[[str], int]) -> str | None:
-    """What the header promises and the data files do not have, or None. size_of: a file's size in
-    bytes by name, 0 if it is not there. Raises OSError."""
+    """What the header promises and the data files lack, or None. size_of: a file's size in bytes by
+    name, 0 if it does not exist. Raises OSError."""
     logits_end = header.logits.offset + 4 * header.logits.count if header.logits else 0
     ends = {
         TOKENS_FILE: 4 * max((first + n for first, n in header.tokens.slices), default=0),

@@ -1,15 +1,15 @@
 """Session: a model state in a directory, opened, reused, restored, committed, closed.
 
-    with Session.open(path, fingerprint) as session:
-        n = session.reusable(ids)               # tokens that need not be run again
-        cache = session.restore(n, make_cache)
-        ...                                     # run ids[n:]
-        session.commit(ids, cache, logits)
+with Session.open(path, fingerprint) as session:
+    n = session.reusable(ids)               # tokens that need not be run again
+    cache = session.restore(n, make_cache)
+    ...                                     # run ids[n:]
+    session.commit(ids, cache, logits)
 
 A state that cannot be cut back, such as a recurrent one, can be resumed at its end and at the
-savepoints that it was committed with (savepoints.py).
+savepoints it was committed with (savepoints.py).
 
-One process writes at a time; it holds the lock from open to close or hands it on (handover.py).
+One process writes at a time; it holds the lock from open to close or hands it over (handover.py).
 Any number may read the last commit meanwhile. The layout on disk is in layout.py.
 """
 
@@ -43,7 +43,7 @@ from toastkit.session.upkeep import (
 class Session(LastCommit):
     """One session directory.
 
-    fingerprint: of the model, hex. ephemeral: it vanishes when closed. The rest as of LastCommit.
+    fingerprint: of the model, hex. ephemeral: deleted on close. The rest as in LastCommit.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Session(LastCommit):
 
     @classmethod
     def create_ephemeral(cls, fingerprint: str) -> Session:
-        """A new session under the sessions' root that vanishes when closed; what earlier ones left
-        behind after a kill is swept away. Raises CannotCreateError, IOFailure."""
+        """Create a session under the sessions' root that is deleted on close; sweep away what
+        killed processes have left of earlier ones. Raises CannotCreateError, IOFailure."""
         path = make_ephemeral()
         return cls.adopt(path, fingerprint, WriterLock.acquire(path))
 
@@ -73,12 +73,12 @@ class Session(LastCommit):
         write: bool = True,
         durable: bool = True,
     ) -> Session:
-        """Opens a session, at its last commit.
+        """Open a session at its last commit.
 
-        fingerprint: of the model that is to use it; None takes any (tools that run no model).
-        create: make one if there is none. write: take the writer's lock; without it only reading
-        is possible, and nothing is created. durable: commits outlive a power failure; without it
-        they still outlive any kill, and cost no wait for the disk.
+        fingerprint: of the model that is to use it; None accepts any (tools that run no model).
+        create: create it if it does not exist. write: take the writer's lock; without it only
+        reading is possible, and nothing is created. durable: commits outlive a power failure;
+        otherwise they still outlive any kill, and do not wait for the disk.
         Raises NoInputError if there is no such session, BusyError if another process writes it,
         DataError if it is damaged or another model's, CannotCreateError, IOFailure.
         """
@@ -97,8 +97,8 @@ class Session(LastCommit):
         *,
         durable: bool = True,
     ) -> Session:
-        """Opens a session whose lock this process holds already, as after a hand-over. The lock is
-        the session's from now on, and released if this raises (as open does)."""
+        """Open a session whose lock this process holds already, as after a hand-over. Takes
+        ownership of the lock, and releases it if this raises (as open does)."""
         return cls(Path(path), fingerprint, lock, durable)._opened()
 
     def _opened(self) -> Session:
@@ -110,8 +110,8 @@ class Session(LastCommit):
         return self
 
     def close(self) -> None:
-        """Releases the lock; removes an ephemeral session and one that nothing was ever committed
-        to, unless the lock was handed on. May be called again."""
+        """Release the lock; unless it was handed over, remove an ephemeral session, and one that
+        nothing was ever committed to. Idempotent."""
         self._files.close()
         if self.lock is not None and self.lock.held:
             if self.ephemeral:
@@ -145,25 +145,24 @@ class Session(LastCommit):
 
     @property
     def can_cut(self) -> bool:
-        """Whether every layer of the last commit can be cut back to any earlier position, so that
-        savepoints are of no use. (A window that has not begun to slide may do so later.)"""
+        """True if every layer of the last commit can be cut back to any earlier position, so that
+        savepoints are useless. (A window may yet begin to slide.)"""
         layers, count = self.header.layers or (), self.header.count
         return all(can_cut(layer, count, 0) for layer in layers)
 
     # -------------------------------------------------------------------------------------- reading
 
     def reusable(self, ids: Sequence[int]) -> int:
-        """How many leading tokens of ids can be taken from here, so that running the rest gives
-        the logits after the last: all that is stored if ids begin with it, otherwise the common
-        part if every layer can be had as it was there, otherwise up to the last savepoint within
-        the common part, or 0.
+        """How many leading tokens of ids can be reused, so that running the rest gives the logits
+        after the last: all that are stored if ids begin with them; otherwise the common prefix if
+        every layer can be cut back to it; otherwise up to the last savepoint within it, or 0.
 
-        That is less than len(ids) unless ids are what is stored and its logits are too.
+        Less than len(ids) unless ids are exactly what is stored and its logits are stored too.
         """
         ids = list(ids)
         n = common_prefix(self.tokens, ids)
         if n == len(ids) and not (n == self.n_past and self.header.logits is not None):
-            n -= 1  # the last token is run again: there are no logits without
+            n -= 1  # no logits are stored for the last token: run it again
         if n <= 0:
             return 0
         earlier = (count for count in reversed(self.savepoints) if count < n)
@@ -171,10 +170,10 @@ class Session(LastCommit):
         return next(ways, 0)
 
     def restore(self, n: int, make_cache: Callable[[], list]) -> list:
-        """Caches that have read the first n tokens, n as reusable gave it; new ones for n = 0.
+        """Caches that have read the first n tokens, with n from reusable; new ones for n = 0.
 
-        make_cache: gives fresh caches of the model, a list of mlx_lm cache objects; classes and
-        sizes are held against it. The caches that a later commit gets must be these or none.
+        make_cache: gives fresh caches of the model, a list of mlx_lm cache objects, whose classes
+        and sizes must match. A later commit must be given these caches or none.
         Raises DataError: damaged, other caches than the model's, or changed by a writer meanwhile.
         """
         if n <= 0:
@@ -185,8 +184,8 @@ class Session(LastCommit):
         return self.restore_layers(n, lambda layers, load: caches.fill(make_cache(), layers, load))
 
     def restore_layers(self, n: int, rebuild: Callable[[list[Layer], Stored], Result]) -> Result:
-        """What restore does, for a caller with its own idea of a cache: rebuild(layers, load) gets
-        the stored layers as they were after n tokens, and load(tensor) -> bytearray."""
+        """As restore, for callers with their own kind of cache: rebuild(layers, load) gets the
+        stored layers as they were after n tokens, and load(tensor) -> bytearray."""
 
         def rebuilt() -> Result:
             layers = layers_at(self.header, n)
@@ -202,8 +201,8 @@ class Session(LastCommit):
         return result
 
     def restore_savepoints(self, n: int, make_cache: Callable[[], list]) -> list[Savepoint]:
-        """The savepoints before position n, n as reusable gave it: a state that is restored there
-        hands them on to its next commit. In each, caches are None where the end is cut back.
+        """The savepoints before position n, with n from reusable: a state that is restored there
+        passes them to its next commit. Caches in them are None if the end can be cut back.
         make_cache, errors: as for restore."""
         if n <= 0 or not self.savepoints:
             return []
@@ -221,25 +220,24 @@ class Session(LastCommit):
         return self._unless_changed(n, rebuilt)
 
     def _check_held(self, stored: Stored) -> None:
-        """Raises Damaged where a writer may have used again what is read in place."""
+        """Raise Damaged if a writer may have reused what is read in place."""
         if stored.held and self.lock is None:
-            self._check_last()  # from now on what is held stays
+            self._check_last()  # what is held from now on is safe
 
     # -------------------------------------------------------------------------------------- writing
 
     def continues(self, n: int, generation: int) -> bool:
-        """Says that the caller's caches hold the first n tokens as commit `generation` of this
-        session left them, in place of restoring them: for one who closed the session and has kept
-        the caches. Returns whether that is the last commit; if not, nothing is taken for granted.
-        """
+        """Declare that the caller's caches hold the first n tokens as commit `generation` of this
+        session left them, instead of restoring them: for callers that closed the session and kept
+        the caches. Return whether that is the last commit; if not, nothing is assumed."""
         same = self.generation == generation and 0 <= n <= self.n_past
         if same:
             self._take_for_granted(n)
         return same
 
     def _take_for_granted(self, n: int) -> None:
-        """Notes that the caller's caches have the rows of the first n tokens as they are on disk.
-        What was written ahead was of others."""
+        """Record that the caller's caches hold the rows of the first n tokens as on disk. Discards
+        rows written ahead, which belonged to others."""
         self._shared = n
         self._ahead: writing.Ahead | None = None
         self._origin: tuple[Path, int, int, int] | None = None
@@ -250,11 +248,11 @@ class Session(LastCommit):
         self._take_for_granted(0)
 
     def write_ahead(self, tokens: Sequence[int], cache: list, room: int) -> None:
-        """Writes rows for the next commit, so that this is soon done: what grows of a state that
-        goes on, and will be committed with these tokens first. What cannot be written is left to
-        the commit, which says why.
+        """Write rows of the next commit in advance, to shorten it: the growing parts of an
+        unfinished state whose tokens will be committed first. Failures are left to the commit to
+        report.
 
-        tokens, cache: as of `commit`. room: tokens that the state is about to have.
+        tokens, cache: as for `commit`. room: tokens that the state is about to have.
         """
         from toastkit.session.caches import describe
 
@@ -263,7 +261,7 @@ class Session(LastCommit):
     def write_layers_ahead(
         self, tokens: Sequence[int], describe: Callable[[], Sequence[LayerSource]], room: int
     ) -> None:
-        """What write_ahead does, for a caller who describes the layers."""
+        """As write_ahead, for callers who describe the layers."""
         if not self._writes_ahead or self.lock is None or not self.lock.held:
             return
         try:
@@ -281,15 +279,15 @@ class Session(LastCommit):
             self._ahead, self._writes_ahead = None, False
 
     def goes_on_from(self, source: Session, n: int, room: int) -> None:
-        """Notes that the state has the first n tokens of another session's, restored from it just
-        now: before the first rows are written, the system copies those to where `write_ahead`
-        would have written them. room: as of that."""
+        """Record that the state has the first n tokens of another session's, just restored from it:
+        before the first rows are written, the system copies those to where `write_ahead` would have
+        written them. room: as in write_ahead."""
         self._origin = source.path, source.generation, n, room
 
     def _copy_ahead(self) -> None:
-        """Copies the rows that `goes_on_from` told of: fewer steps than to write them, and on some
-        file systems none. What cannot be copied, or is not known to be as it was committed, is left
-        to the commit."""
+        """Copy the rows of `goes_on_from`, which is cheaper than writing them, and on some file
+        systems free. What cannot be copied, or is not known to be as committed, is left to the
+        commit."""
         if self._origin is None or self.generation or self._ahead is not None:
             return
         (path, generation, n, room), self._origin = self._origin, None
@@ -301,7 +299,7 @@ class Session(LastCommit):
                 fd = self._files.fd(CACHE_FILE)
                 ahead = writing.as_committed(fd, self.header, self.tokens, 0, room)
                 ahead = writing.copy_ahead(fd, ahead, source.tokens[:n], layers, lent.fd)
-                source._check_last()  # or a writer may have used again what was copied
+                source._check_last()  # or a writer may have reused what was copied
                 self._ahead = ahead
         except (ToastError, Damaged, OSError):
             pass
@@ -313,16 +311,16 @@ class Session(LastCommit):
         logits: Any,
         savepoints: Sequence[Savepoint] = (),
     ) -> None:
-        """Makes this the session's state, all of it or (on any failure) nothing.
+        """Make this the session's state atomically: on any failure nothing changes.
 
-        tokens: ALL ids that the caches have read. cache: a list of mlx_lm cache objects, or None
-        where there are none to keep. logits: float32 (vocab,) after the last token, or None.
-        savepoints: ALL that the session is to hold from now on; `savepoints` says which it does,
-        since one that is left without a way back (see commit.write_savepoints) is dropped.
-        Only what changed is written: rows of tokens that this session restored or committed before
-        are taken to be as they were, and so are its savepoints among them.
-        Raises IOFailure if the disk is full, DataError for a cache of a class it does not know,
-        ValueError for savepoints that are not the state's.
+        tokens: ALL ids that the caches have read. cache: a list of mlx_lm cache objects, or None to
+        keep none. logits: float32 (vocab,) after the last token, or None. savepoints: ALL that the
+        session is to hold from now on; the property `savepoints` tells which it does, since one
+        that can no longer be resumed (see commit.write_savepoints) is dropped. Only changes are
+        written: rows of tokens that this session restored or committed before are assumed
+        unchanged, and so are its savepoints among them.
+        Raises IOFailure if the disk is full, DataError for a cache of an unknown class, ValueError
+        for savepoints that are not the state's.
         """
         if cache is None:
             return self.commit_layers(tokens, None, logits, savepoints)
@@ -341,7 +339,7 @@ class Session(LastCommit):
         logits: Any,
         savepoints: Sequence[Savepoint] = (),
     ) -> None:
-        """What commit does, for layers that are described already, those of savepoints too."""
+        """As commit, for layers that are described already, including those of savepoints."""
         if self.lock is None or not self.lock.held:
             raise ValueError("the session is open for reading only")
         state = writing.State(
@@ -367,7 +365,7 @@ class Session(LastCommit):
             raise from_os_error(error, f"cannot save session {self.name}", creating=True) from error
 
     def _publish(self, header: Header, tokens: list[int]) -> None:
-        """Puts the header in place: the moment at which the commit happens."""
+        """Put the header in place: the moment of the commit."""
         self._stale = True
         if header.layers is not None:
             header.seal = reading.seal(self._files.fd(CACHE_FILE))

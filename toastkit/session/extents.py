@@ -1,9 +1,9 @@
 """Free space in a data file: first fit over what neither the last commit nor the next one uses.
 
-Bytes that somebody has mapped are not free, whether a header names them or not (blocks.py).
+Bytes that a process has mapped are not free, whether a header names them or not (blocks.py).
 
 An extent is a byte offset and a size, both multiples of ALIGNMENT. There is no free list on disk:
-the header names what is used, and the rest is free, so nothing can leak when a commit is torn.
+the header names what is used, and the rest is free, so a torn commit cannot leak anything.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ def align(size: int) -> int:
 
 
 class Space:
-    """The holes of one file. used: (offset, size in bytes) of the extents that must be kept,
-    which do not overlap. held_until(first, count): the byte after some of these that are to be left
-    as they are, None where they need not be. rows: that tensors which grow are about to have, so
-    that the blocks of each are put side by side."""
+    """The free space of one file. used: (offset, size in bytes) of the extents that must be kept,
+    which do not overlap. held_until(first, count): the end of the held bytes among these, None if
+    none are held. rows: expected in growing tensors, to keep the blocks of each adjacent."""
 
     def __init__(
         self,
@@ -32,7 +31,7 @@ class Space:
     ):
         self.held_until = held_until
         self.rows = rows
-        self._aside: dict[int, int] = {}  # bytes, by the offset of the first
+        self._aside: dict[int, int] = {}  # reserved bytes, by the offset of the first
         self._holes: list[tuple[int, int]] = []
         self._end = 0
         for offset, size in sorted(used):
@@ -41,8 +40,8 @@ class Space:
             self._end = offset + size
 
     def beside(self, before: int | None, size: int, following: int) -> int:
-        """The offset of a fresh extent for `size` bytes, behind the one that ends at `before` where
-        room was set aside there. following: bytes to set aside behind it, where none are yet."""
+        """The offset of a fresh extent for `size` bytes, in the room reserved behind the one that
+        ends at `before`, if any. following: bytes to reserve behind it, if none are yet."""
         size = align(size)
         if before is not None and (left := self._aside.pop(before, 0)):
             offset, following = before, left - size
@@ -69,7 +68,7 @@ class Space:
         return offset
 
     def _past_held(self, offset: int, size: int) -> int:
-        """The next offset at which nobody holds any of so many bytes."""
+        """The next offset from which `size` bytes are not held."""
         while (end := self.held_until(offset, size)) is not None:
             offset = align(end)
         return offset

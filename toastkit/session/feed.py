@@ -21,16 +21,16 @@ from toastkit.frames import GEARS
 from toastkit.private_files import Descriptor, open_private
 
 READ_BYTES = 1 << 16
-MAX_MESSAGE_BYTES = 512  # POSIX's least PIPE_BUF
+MAX_MESSAGE_BYTES = 512  # POSIX's minimum PIPE_BUF
 OPEN_SECONDS = 5.0
 RETRY_SECONDS = 0.002
 
-_pack = msgpack.Packer().pack  # its memory is a megabyte: it is made once
+_pack = msgpack.Packer().pack  # its buffer is a megabyte: make it once
 
 
 class FeedMessage(NamedTuple):
-    """One message. pos: index of the token, None for whichever is next. id: None only with end.
-    gear: for the pass that consumes it. expected: the gear that is likely to be asked for soon."""
+    """One message. pos: index of the token, None for the next. id: None only with end. gear: for
+    the pass that consumes it. expected: the gear that is likely to be requested soon."""
 
     pos: int | None
     id: int | None
@@ -40,9 +40,8 @@ class FeedMessage(NamedTuple):
 
 
 class FeedReader(Descriptor):
-    """The end of the FIFO that decode reads. It never sees an end of file: the reader keeps a
-    writing end open itself, and writers may come and go. Raises NoInputError, DataError if the
-    file is no FIFO."""
+    """Decode's end of the FIFO. It never sees end of file: it keeps a writing end open itself, so
+    that writers may come and go. Raises NoInputError, DataError if the file is no FIFO."""
 
     def __init__(self, path: Path | str):
         self._fd = _open_fifo(path, os.O_RDWR)
@@ -55,7 +54,7 @@ class FeedReader(Descriptor):
         return self._fd
 
     def read_available(self) -> list[FeedMessage]:
-        """The messages that have come, without waiting; a partial one is kept until it is whole.
+        """The messages received, without blocking; a partial one is kept until it is complete.
         Raises DataError for anything that is not a message."""
         messages: list[FeedMessage] = []
         while True:
@@ -100,9 +99,9 @@ def _message(fields: Any) -> FeedMessage:
 
 
 class FeedWriter:
-    """The other end: one FIFO, or several where one sampler feeds several decodes.
+    """The writing end: one FIFO, or several if one sampler feeds several decodes.
 
-    Waits up to wait_seconds for each FIFO to be there and to be read. Raises NoInputError if that
+    Waits up to wait_seconds for each FIFO to exist and have a reader. Raises NoInputError if that
     does not happen, DataError if the file is no FIFO.
     """
 
@@ -128,8 +127,8 @@ class FeedWriter:
         end: bool = False,
         expected: str | None = None,
     ) -> None:
-        """Sends one message to every FIFO. Raises BrokenPipeError when a reader has gone (the
-        others get it nevertheless), DataError for fields that are not a message's."""
+        """Send one message to every FIFO. Raises BrokenPipeError if a reader has gone
+        (the others still get it), DataError for invalid fields."""
         fields = {"pos": pos, "id": id, "gear": gear, "end": end, "expected": expected}
         _message(fields)
         data = _pack({k: v for k, v in fields.items() if v is not None and v is not False})
@@ -150,7 +149,7 @@ class FeedWriter:
 
 
 def _wait_for_reader(path: Path | str, deadline: float) -> int:
-    """A writing descriptor; writes on it wait where the pipe is full."""
+    """A writing descriptor; writes block while the pipe is full."""
     while True:
         try:
             fd = _open_fifo(path, os.O_WRONLY)

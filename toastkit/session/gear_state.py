@@ -1,8 +1,8 @@
-"""SESSION/gears.msgpack: how far the choice of gears had come when a session was committed.
+"""SESSION/gears.msgpack: the state of gear selection when a session was committed.
 
-It is no part of a commit: without it, or with one that does not belong to the last commit, the
-choice begins anew. Which commit it belongs to is told by the number of tokens and their checksum,
-which a reader finds in the session's header without the lock. The fields are in toast-session(5).
+It is not part of a commit: if it is missing, or belongs to another commit, selection starts anew.
+Its commit is identified by the number of tokens and their checksum, which a reader finds in the
+session's header without the lock. The fields are in toast-session(5).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MAX_BYTES = 64 << 10
 
 
 def committed(session_dir: Path) -> tuple[int, int] | None:
-    """Number and checksum of the tokens of a session's last commit, from its header alone and
-    without the lock; None where there is no commit that can be read."""
+    """Number and checksum of the tokens of a session's last commit, from its header alone, without
+    the lock; None if no commit can be read."""
     from toastkit.session.header import MAX_HEADER_BYTES, decode_header
     from toastkit.session.layout import Damaged
 
@@ -32,11 +32,11 @@ def committed(session_dir: Path) -> tuple[int, int] | None:
 
 
 def save(session_dir: Path, count: int, tokens_crc: int, state: dict[str, Any]) -> None:
-    """Keeps the state for the commit with these tokens, in one step, in place of any other. It is
-    not synced: after a power failure the choice of gears begins anew, and that is all.
+    """Store the state for the commit with these tokens, atomically replacing any other. It is not
+    synced: losing it in a power failure only restarts gear selection.
 
     state: plain data, less than 64 KiB as msgpack. Raises DataError if it is more,
-    CannotCreateError, IOFailure, with the former file as it was.
+    CannotCreateError, IOFailure, leaving the former file unchanged.
     """
     import msgpack
 
@@ -45,13 +45,13 @@ def save(session_dir: Path, count: int, tokens_crc: int, state: dict[str, Any]) 
     if len(data) > MAX_BYTES:
         raise DataError(f"{doing}: their state takes {len(data)} bytes, of {MAX_BYTES} at most")
     with reported_as(doing, creating=True):
-        # Streams that are replayed may name one session at the same time.
+        # Replayed streams may name one session at the same time.
         replace_file(session_dir / GEAR_FILE, data, sync=False, contended=True)
 
 
 def load(session_dir: Path, count: int, tokens_crc: int) -> dict[str, Any] | None:
-    """The state kept for the commit with these tokens. None where there is none, where it belongs
-    to another commit, and where the file is not one that `save` wrote."""
+    """The state for the commit with these tokens. None if there is none, it belongs to another
+    commit, or `save` did not write the file."""
     import msgpack
 
     try:

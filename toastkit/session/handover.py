@@ -1,11 +1,11 @@
-"""The writer's lock, passed from prefill to decode without a gap, over the socket `handover` of a
-run; toast-session(5) has the protocol, "?", "L" with the descriptor of the lock, "!"; and ".", by
-which a reader of prefill's stdout that is no decode, and has none behind it, says so.
+"""Pass the writer's lock from prefill to decode without a gap, over a run's socket `handover`. The
+protocol is in toast-session(5): "?", "L" with the descriptor of the lock, "!"; and ".", by which a
+reader of prefill's stdout says that it is no decode, and has none behind it.
 
-flock belongs to the open file description, so there is no moment at which it is free. Until the
-server has seen "!" it keeps its copy, and a client that dies or gives up before closes its own with
-the connection: exactly one side ends up with the lock. Both sides are one user's: the run's
-directory has mode 0700, and on Linux the server looks at the peer's user id as well.
+flock belongs to the open file description, so it is never free in between. The server keeps its
+descriptor until it has seen "!", and a client that dies or gives up before closes its own with the
+connection: exactly one side ends up with the lock. Both sides have the same user: the run's
+directory has mode 0700, and on Linux the server checks the peer's user id as well.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MAX_ADDRESS_BYTES = 100  # sun_path has 108 bytes on Linux and 104 on macOS
 CONNECT_SECONDS = 5.0
 RETRY_SECONDS = 0.005
 ASK, LOCK, DONE, LAST = b"?", b"L", b"!", b"."
-WORD_BYTES = 64  # the longest is LAST with a file's numbers
+WORD_BYTES = 64  # the longest is LAST with a file's identity
 
 
 @contextmanager
 def _address(run_path: Path, name: str) -> Iterator[str]:
-    """A path of a socket in the run's directory that is short enough for sun_path: as it is, or by
-    way of a short-lived symbolic link."""
+    """A path of a socket in the run's directory that fits into sun_path: as it is, or through a
+    temporary symbolic link."""
     plain = os.path.join(run_path, name)
     if len(os.fsencode(plain)) <= MAX_ADDRESS_BYTES:
         yield plain
@@ -48,10 +48,10 @@ def _address(run_path: Path, name: str) -> Iterator[str]:
 
 
 class HandoverServer:
-    """Listens from the start, so make one before the run's head frame goes out.
+    """Listens from the start, so create it before the run's head frame is sent.
 
     run_path: the run's directory. lock: held by this process until a client has it. unwanted: the
-    reader of stdout has said that nobody will come for it. Raises CannotCreateError, IOFailure.
+    reader of stdout has said that no client will come. Raises CannotCreateError, IOFailure.
     """
 
     def __init__(self, run_path: Path | str, lock: WriterLock):
@@ -67,7 +67,7 @@ class HandoverServer:
                 self._listener.bind(address)
             os.chmod(self._path / unborn, 0o600)
             self._listener.listen(4)
-            # Under its name only once it listens: a client that is refused knows the server dead.
+            # Named only once it listens: a refused client then knows that the server is dead.
             os.rename(self._path / unborn, self._path / HANDOVER_FILE)
         except OSError as error:
             self._listener.close()
@@ -82,11 +82,12 @@ class HandoverServer:
         watch_fd: int | None = None,
         until_asked: bool = False,
     ) -> bool:
-        """Waits for a client that asks and gives it the lock; this process's copy is then released.
+        """Wait for a client that asks and give it the lock; this process's descriptor is then
+        closed.
 
-        Returns False when the time is over (None: no limit) or the reader of watch_fd, a pipe such
-        as stdout, has gone or wants nothing; the lock is then still held here. until_asked: there
-        is no limit for a client that has connected: it may be loading a large model before it asks.
+        Returns False on timeout (None: no limit), or if the reader of watch_fd, a pipe such as
+        stdout, has gone or wants nothing; the lock is then still held here. until_asked: no limit
+        for a client that has connected: it may be loading a large model before it asks.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
@@ -111,7 +112,7 @@ class HandoverServer:
             client, _ = self._listener.accept()
         except OSError:
             return  # it went away again
-        # Elsewhere than on Linux the directory's mode has to do.
+        # On other systems the directory's mode must do.
         if not hasattr(socket, "SO_PEERCRED") or peer_of(client).uid == os.geteuid():
             client.setblocking(True)
             self._waiting.append(client)
@@ -119,10 +120,10 @@ class HandoverServer:
             client.close()
 
     def _give(self, client: socket.socket, watch_fd: int | None) -> bool:
-        """Whether this client asked, was sent the lock and has confirmed it. The wait for the
-        confirmation has no limit: a client that asked is receiving, or dies, or gives up. One that
-        wants nothing is believed where its stdin is the other end of watch_fd: of a tee, say,
-        another reader may be a decode."""
+        """True if this client asked, was sent the lock and has confirmed it. There is no timeout
+        for the confirmation: a client that asked receives it, dies, or gives up. A client that
+        declines is believed only if its stdin is the other end of watch_fd: behind a tee, another
+        reader may be a decode."""
         try:
             word = client.recv(WORD_BYTES)
             if word[:1] == LAST and watch_fd is not None:
@@ -135,14 +136,14 @@ class HandoverServer:
             return False
 
     def wait_done(self, timeout_seconds: float) -> bool:
-        """After a successful offer: waits until the client has closed the connection or died.
-        Returns False when the time is over."""
+        """After a successful offer, wait until the client has closed the connection or died.
+        Returns False on timeout."""
         if self._client is None:
             return True
         return _poll([self._client], None, time.monotonic() + timeout_seconds) is not None
 
     def close(self) -> None:
-        """Closes the socket; the lock is the caller's to release if it is still held here."""
+        """Close the socket; the caller releases the lock if it is still held here."""
         for connection in (*self._waiting, self._listener, self._client):
             if connection is not None:
                 connection.close()
@@ -150,18 +151,18 @@ class HandoverServer:
         try:
             os.unlink(self._path / HANDOVER_FILE)
         except OSError:
-            pass  # the run's directory has gone already
+            pass  # the run's directory is already gone
 
 
 def _poll(
     connections: list[socket.socket], watch_fd: int | None, deadline: float | None
 ) -> set[int] | None:
-    """Descriptors with something to read, or None: too late, or watch_fd's reader has gone."""
+    """Descriptors with something to read, or None on timeout or if watch_fd's reader has gone."""
     poll = select.poll()
     for connection in connections:
         poll.register(connection.fileno(), select.POLLIN)
     if watch_fd is not None:
-        poll.register(watch_fd, 0)  # errors and hang-ups are reported all the same
+        poll.register(watch_fd, 0)  # errors and hang-ups are reported anyway
     left = None if deadline is None else max(0.0, deadline - time.monotonic())
     events = dict(poll.poll(None if left is None else left * 1000))
     if not events or watch_fd in events:
@@ -170,16 +171,16 @@ def _poll(
 
 
 def _identity(fd: int) -> bytes:
-    """Which file a descriptor is of: both ends of a pipe are of one. Raises OSError."""
+    """The identity of a descriptor's file: both ends of a pipe have the same. Raises OSError."""
     status = os.fstat(fd)
     return f"{status.st_dev}:{status.st_ino}".encode()
 
 
 def decline(run_path: Path | str) -> None:
-    """Tells the prefill of a run, where one is there, that this process reads what comes on its
-    stdin to the end, and that nobody behind it will ask for the session."""
+    """Tell the prefill of a run, if there is one, that this process reads its output from stdin to
+    the end, and that nobody behind it will ask for the session."""
     with suppress(OSError, ToastError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as to:
-        os.close(open_directory(run_path))  # this user's
+        os.close(open_directory(run_path))  # checks that it is this user's
         to.setblocking(False)
         with _address(Path(run_path), HANDOVER_FILE) as address:
             to.connect(address)
@@ -187,7 +188,7 @@ def decline(run_path: Path | str) -> None:
 
 
 class HandoverClient:
-    """Connects to a run's prefill. Raises UnavailableError if nobody listens within wait_seconds.
+    """Connect to a run's prefill. Raises UnavailableError if nobody listens within wait_seconds.
     session_path: the session whose lock is to come."""
 
     def __init__(
@@ -208,8 +209,8 @@ class HandoverClient:
             time.sleep(RETRY_SECONDS)
 
     def receive(self, timeout_seconds: float | None = None) -> WriterLock:
-        """Asks for the lock and waits for it. Raises UnavailableError when the time is over or
-        prefill has ended without handing it over; the connection is then closed."""
+        """Ask for the lock and wait for it. Raises UnavailableError on timeout, or if prefill has
+        ended without handing it over; the connection is then closed."""
         self._socket.settimeout(timeout_seconds)
         try:
             self._socket.sendall(ASK)
@@ -233,7 +234,7 @@ class HandoverClient:
         return lock
 
     def close(self) -> None:
-        """Tells the server that this side is done. May be called again."""
+        """Tell the server that this side is done. Idempotent."""
         self._socket.close()
 
 

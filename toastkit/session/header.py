@@ -1,8 +1,8 @@
-"""session.msgpack <-> Header: written in one piece, read without trusting any of it.
+"""session.msgpack <-> Header: written atomically, read without trusting any of it.
 
-layout.py says what each field is. A header that passes here is consistent with itself: every range
-is aligned, has the length that dtype and shape give it, and overlaps no other; every layer has the
-settings and arrays of its class; savepoints rise and have the layers of the end. The sizes of the
+The fields are described in layout.py. A header that passes here is self-consistent: every range is
+aligned, has the length that dtype and shape imply, and overlaps no other; every layer has the
+settings and arrays of its class; savepoints ascend and have the layers of the end. The sizes of the
 data files are checked by commit.damage.
 """
 
@@ -47,7 +47,7 @@ def encode_header(header: Header) -> bytes:
             "tokens": _fields(header.tokens),
             "logits": _fields(header.logits) if header.logits else None,
             "layers": None if header.layers is None else [_layer_map(x) for x in header.layers],
-            "checkpoints": [  # what savepoints were called when schema 1 was made
+            "checkpoints": [  # schema 1 calls savepoints this
                 {"count": point.count, "layers": _part_value(point.layers)}
                 for point in header.savepoints
             ],
@@ -77,8 +77,8 @@ def _part_value(part: Part) -> Any:
 
 
 def decode_header(data: bytes) -> Header:
-    """The header in these bytes. Raises Damaged for anything that a commit did not write, and
-    NewerSchema for a later layout."""
+    """Decode a header. Raises Damaged for anything that a commit did not write, and NewerSchema for
+    a later layout."""
     envelope = _is(_unpack(data), dict, "the header")
     _need(envelope.get("toastkit") == "session", "the header is not one of toastkit")
     schema = _count(envelope.get("schema"), "schema")
@@ -150,7 +150,7 @@ def _layer(value: Any, depth: int = 0) -> Layer:
 
 
 def _savepoints(value: Any, header: Header) -> list[SavepointRecord]:
-    """The savepoints of a header that is whole but for them."""
+    """Decode the savepoints; the rest of the header is valid."""
     found: list[SavepointRecord] = []
     reached = 0
     for item in _is(value, list, "checkpoints"):
@@ -165,7 +165,7 @@ def _savepoints(value: Any, header: Header) -> list[SavepointRecord]:
 
 
 def _parts(value: Any, ends: list[Layer]) -> list[Part]:
-    """What a savepoint holds of each of these layers."""
+    """Decode what a savepoint holds of each of these layers."""
     items = _is(value, list, "checkpoints.layers")
     _need(len(items) == len(ends), "a savepoint has another number of layers")
     return [_part(item, end) for item, end in zip(items, ends)]
@@ -182,7 +182,7 @@ def _part(value: Any, end: Layer) -> Part:
 
 
 def _check_layer(kind: Kind, layer: Layer) -> None:
-    """Whether settings and tensors are those that the class has."""
+    """Check that settings and tensors are those of the class."""
     name = layer.kind
     names = tuple(tensor.name for tensor in layer.tensors)
     _need(set(layer.settings) == set(kind.settings), f"a {name} has other settings")

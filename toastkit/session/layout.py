@@ -1,9 +1,9 @@
-"""The header of a session, session.msgpack, and the words for it here: what each field means, how
-tensors lie in the data files, and what a reader may trust is in toast-session(5).
+"""The header of a session, session.msgpack, as dataclasses. The meaning of each field, the layout
+of tensors in the data files, and what a reader may trust are in toast-session(5).
 
-A tensor that grows is stored with that axis first, 256 rows (positions) a block, one extent and one
-range a block; C order within a row. A tensor that does not is one block in C order. A tensor
-without bytes has no ranges.
+A growing tensor is stored with that axis first, 256 rows (positions) per block, one extent and one
+range per block; C order within a row. Any other is one block in C order. A tensor without bytes has
+no ranges.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from toastkit.session.extents import align
 
 SCHEMA_VERSION = 1
-BLOCK_ROWS = 256  # positions in a block; also the step in which mlx_lm's caches grow
+BLOCK_ROWS = 256  # positions per block; also the step in which mlx_lm's caches grow
 ITEM_BYTES = {
     "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "bool": 1,
     "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "int8": 1, "int16": 2, "int32": 4,
@@ -24,7 +24,7 @@ ITEM_BYTES = {
 
 
 class Damaged(ValueError):
-    """Stored bytes that cannot be what a commit wrote; the text says what is wrong."""
+    """Stored bytes that no commit can have written; the message says what is wrong."""
 
 
 class NewerSchema(Damaged):
@@ -32,8 +32,8 @@ class NewerSchema(Damaged):
 
 
 class Kind(NamedTuple):
-    """A cache class. settings: names. tensors: names of the arrays, () where the class has a list
-    of them (ArraysCache: "0", "1", ..., left_padding, lengths). grows: they do, along axis 2."""
+    """A cache class. settings: names. tensors: names of the arrays, () if the class has a list of
+    them (ArraysCache: "0", "1", ..., left_padding, lengths). grows: they do, along axis 2."""
 
     settings: tuple[str, ...]
     tensors: tuple[str, ...]
@@ -106,11 +106,11 @@ class Layer:
 
     @property
     def start(self) -> int:
-        """Position of row 0: what the front of a ChunkedKVCache has lost."""
+        """Position of row 0: how much a ChunkedKVCache has dropped from the front."""
         return self.settings.get("start_position", 0)
 
 
-# What a savepoint holds of a layer. None: nothing, the layer at the end can be cut back. A list:
+# What a savepoint holds of a layer. None: nothing, the layer can be cut back from the end. A list:
 # the parts of a CacheList.
 Part = Layer | list["Part"] | None
 

@@ -1,9 +1,9 @@
 """The writer's lock: flock on SESSION/lock, held by at most one process.
 
 flock belongs to the open file description, not to the process: the lock can be handed to another
-process with the descriptor (handover.py), and the kernel drops it when the last copy is closed,
-also after kill -9. So it is released by closing and never by LOCK_UN, which would take it from the
-process it was handed to. The file holds the holder's process id as text; that is information only.
+process with the descriptor (handover.py), and the kernel drops it when the last duplicate is
+closed, also after kill -9. So release it by closing, never by LOCK_UN, which would take it from the
+process it was handed to. The file contains the holder's process id, for information only.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ LOCK_FILE = "lock"
 
 
 class WriterLock(Descriptor):
-    """The right to write one session. path: the session's directory. lent: the name in the file
-    stays that of the process that has lent it."""
+    """The right to write one session. path: the session's directory. lent: the process id in the
+    file stays that of the lender."""
 
     def __init__(self, path: Path, fd: int, lent: bool = False):
         self.path = path
@@ -31,11 +31,11 @@ class WriterLock(Descriptor):
             os.ftruncate(fd, 0)
             os.pwrite(fd, b"%d\n" % os.getpid(), 0)
         except OSError:
-            pass  # a full disk takes the name of the holder from a message, nothing else
+            pass  # a full disk only costs messages the holder's id
 
     @classmethod
     def acquire(cls, path: Path) -> WriterLock:
-        """Takes the lock, without waiting. Raises BusyError if another process holds it, otherwise
+        """Take the lock, without waiting. Raises BusyError if another process holds it, otherwise
         what from_os_error gives."""
         with reported_as(f"cannot lock session {display_name(path)}", creating=True):
             fd = lock_file(path / LOCK_FILE)
@@ -45,7 +45,8 @@ class WriterLock(Descriptor):
 
     @classmethod
     def from_fd(cls, path: Path, fd: int, lent: bool = False) -> WriterLock:
-        """The lock that another process handed over with this descriptor, which is now ours.
+        """The lock handed over by another process with this descriptor, which this takes ownership
+        of.
         Raises DataError, with the descriptor closed, if it is not this session's lock."""
         try:
             same = os.path.samestat(os.fstat(fd), os.lstat(path / LOCK_FILE))
@@ -67,7 +68,7 @@ class WriterLock(Descriptor):
             raise ValueError("the lock has been released")
         return self._fd
 
-    release = Descriptor.close  # this process's copy of the lock
+    release = Descriptor.close  # this process's duplicate of the lock
 
 
 def _busy(path: Path) -> BusyError:

@@ -1,18 +1,18 @@
-"""Caches read where they lie in cache.bin: mapped, and not copied.
+"""Caches read in place: cache.bin is mapped, not copied.
 
-The rows of a tensor that grows are in extents of 256 positions, position by position. Mapped side
-by side they are one array, with room for more behind them, which attention reads as it reads any;
-what is appended is written to the room, or to copies of the pages, never to the file. So a state is
-there when the maps are, whatever its size, and its bytes are read when attention wants them. A
-recurrent state, which does not grow, is one extent and one array.
+The rows of a growing tensor are in extents of 256 positions. Mapped side by side they form one
+array, with room for more behind it, which attention reads like any other; appended rows go to the
+room, or to private copies of the pages, never to the file. So a state of any size is restored as
+soon as it is mapped, and its bytes are read when attention needs them. A recurrent state, which
+does not grow, is one extent and one array.
 
-A map goes on to show the file, and the file goes on to be written. The rows that are mapped are
-therefore held, by a lock on these bytes (private_files.hold_bytes): no commit of any process writes
-there until the last array is gone (blocks.py). The bytes behind them, up to a whole page, may
-change: nothing reads them before it has written them, and that goes to a copy.
+A map keeps showing the file, and the file keeps being written. The mapped rows are therefore held
+by a lock on these bytes (private_files.hold_bytes): no process commits to them until the last array
+is gone (blocks.py). The bytes behind them, up to a page boundary, may change: nothing reads them
+before writing them, which goes to a private copy.
 
-Their checksums are not looked at: only a file that nobody has written to since its commit, and
-since the machine was started, is read in place (reading.seal).
+Their checksums are not verified: only a file that nobody has written to since its commit and the
+machine's boot is read in place (reading.seal).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from toastkit.private_files import hold_bytes
 from toastkit.session.blocks import Stored
 from toastkit.session.layout import BLOCK_ROWS, Tensor
 
-LEAST = 1 << 18  # bytes of a tensor; a smaller one is copied as fast
-ROOM = BLOCK_ROWS  # positions to append, at least, before a cache moves to memory of its own
-SHARE = 8  # and as a share of those there are
+LEAST = 1 << 18  # bytes of a tensor; copying a smaller one is as fast
+ROOM = BLOCK_ROWS  # minimum positions to append before a cache moves to its own memory
+SHARE = 8  # and as a fraction of the existing ones
 MOST_PIECES = 1 << 12  # maps: a process has 65,530 by default
 
 
 def read_in_place(
     stored: Stored, caches: Sequence[Sequence[Tensor]], dtypes: Mapping[str, mx.Dtype]
 ) -> dict[int, mx.array]:
-    """Arrays of the dtype that is stored over stored tensors, those of each cache, by their id: of
-    those of axis 2 (B, heads, positions, size), of which positions are whole blocks of 256, some of
-    them room, and what is behind the rows is unspecified; of others in their shape. dtypes: of MLX,
-    by name. What cannot be read in place is left out: the caller reads it as ever."""
+    """Map stored tensors, grouped by cache, as arrays of the stored dtype, keyed by the tensors'
+    ids. Growing ones are (B, heads, positions, size), with positions in whole blocks of 256, the
+    last of them room whose contents are unspecified; others have their shape. dtypes: of MLX, by
+    name. What cannot be read in place is left out, for the caller to read as usual."""
     library = in_use()
     fit = [tensor for tensors in caches for tensor in _fitting(tensors)]
     if library is None or stored.reopen is None or not fit:
@@ -48,13 +48,13 @@ def read_in_place(
         return {}
     try:
         return _mapped(library, stored, fit, dtypes)
-    except OSError:  # no such locks, or maps, or room for them
+    except OSError:  # locks, maps, or address space unavailable
         return {}
 
 
 def _fitting(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those of a cache that are to be read in place. What grows in it is, all of it or nothing: it
-    takes keys and values to have the same room."""
+    """The tensors of a cache to read in place. Growing ones all or none: keys and values must have
+    the same room."""
     large = [tensor for tensor in tensors if tensor.rows * tensor.row_bytes >= LEAST]
     growing = [tensor for tensor in tensors if tensor.axis == 2]
     whole = all(BLOCK_ROWS * tensor.row_bytes % PAGE == 0 for tensor in growing)
@@ -63,7 +63,7 @@ def _fitting(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes of the map of a tensor, in whole pages."""
+    """Bytes of a tensor's map, in whole pages."""
     rows = 1 if tensor.axis is None else _positions(tensor)
     return -(-rows * tensor.row_bytes // PAGE) * PAGE
 
@@ -74,8 +74,7 @@ def _positions(tensor: Tensor) -> int:
 
 
 def _pieces(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(byte of the tensor, offset in the file, bytes) of its rows, blocks that lie together in
-    one."""
+    """Yield (byte of the tensor, offset in the file, bytes) of its rows, adjacent blocks merged."""
     block = BLOCK_ROWS * tensor.row_bytes
     at = offset = size = 0
     for first in range(0, tensor.rows * tensor.row_bytes, block):
@@ -92,12 +91,12 @@ def _pieces(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
 def _mapped(
     library: Library, stored: Stored, tensors: Sequence[Tensor], dtypes: Mapping[str, mx.Dtype]
 ) -> dict[int, mx.array]:
-    """The arrays, by the id of their tensors. Raises OSError where the system cannot map them."""
+    """The arrays, by the id of their tensors. Raises OSError if they cannot be mapped."""
     assert stored.reopen is not None
     sizes = [_size(tensor) for tensor in tensors]
     region = Region(library, sum(sizes))
     fd = stored.reopen()
-    region.keep(fd)  # and what it holds, until nobody has any of the arrays
+    region.keep(fd)  # and the lock, until all arrays are gone
     region.room(0, region.nbytes)
     arrays, start = {}, 0
     for tensor, size in zip(tensors, sizes):
@@ -114,6 +113,6 @@ def _mapped(
 
 
 def _by_position(tensor: Tensor) -> tuple[int, ...]:
-    """The shape in which a tensor's rows lie in memory."""
+    """The shape of a tensor's rows in memory."""
     batch, heads, _, size = tensor.shape
     return _positions(tensor), batch, heads, size

@@ -1,7 +1,7 @@
-"""Session names: where named sessions live and which names there may be.
+"""Session names: where named sessions are stored, and which names are valid.
 
-A session is given as a NAME, which lives under `$XDG_STATE_HOME/toastkit/sessions`, or as a
-directory: anything with a slash in it, `.`, `..`, or a directory here that holds a session.
+A session is given as a NAME, stored under `$XDG_STATE_HOME/toastkit/sessions`, or as a directory:
+anything with a slash in it, `.`, `..`, or a directory here that holds a session.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from toastkit.base_directories import own_directory
 from toastkit.errors import UsageError
 
 HEADER_FILE = "session.msgpack"
-EPHEMERAL_PREFIX = ".ephemeral-"  # a name that begins with a dot cannot be asked for
+EPHEMERAL_PREFIX = ".ephemeral-"  # users cannot choose a name that begins with a dot
 MAX_NAME_BYTES = 128
 
 
@@ -25,8 +25,8 @@ def sessions_root() -> Path:
 def resolve(name_or_dir: str) -> Path:
     """The directory of a session given by name or by path; it need not exist.
 
-    Raises UsageError for a name that is empty, too long, begins with `-` or `.`, or holds a
-    character that a terminal cannot show.
+    Raises UsageError for a name that is empty, too long, begins with `-` or `.`, or has an
+    unprintable character.
     """
     if "\0" in name_or_dir:
         raise UsageError("invalid session name: it holds a NUL character")
@@ -56,10 +56,10 @@ def _problem(name: str) -> str | None:
 
 
 def display_name(path: Path) -> str:
-    """How messages call a session: its name if it is a named one, otherwise its path."""
+    """A session as messages name it: by its name if it has one, otherwise by its path."""
     return path.name if path.parent == sessions_root() else str(path)
 
 
 def is_ephemeral(path: Path) -> bool:
-    """Whether the directory is one that vanishes with its run."""
+    """True if the directory is deleted with its run."""
     return path.name.startswith(EPHEMERAL_PREFIX)

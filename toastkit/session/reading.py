@@ -1,4 +1,4 @@
-"""What reading a session takes from its files: the last commit's header and tokens, its logits."""
+"""Reading a session's files: the last commit's header, tokens and logits."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Result = TypeVar("Result")
 
 
 def seal(fd: int) -> str | None:
-    """What a file has only until somebody writes to it, or the machine starts anew: a commit that
-    ends with it is as it was written, as far as the memory of the machine can be trusted. None
-    where the system does not say."""
+    """A mark that a file keeps only until it is written to, or the machine reboots: a commit whose
+    header has the current one is as it was written, as far as memory can be trusted. None if the
+    system offers none."""
     boot = _boot()
     about = os.fstat(fd)
     return boot and f"{boot} {about.st_dev} {about.st_ino} {about.st_ctime_ns} {about.st_size}"
@@ -34,7 +34,7 @@ def seal(fd: int) -> str | None:
 
 @cache
 def _boot() -> str | None:
-    """What no two starts of a machine have in common."""
+    """An identifier of the current boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -44,8 +44,8 @@ def _boot() -> str | None:
 class LastCommit:
     """The last commit of one session, as its files have it.
 
-    path: the directory. tokens: ids that it has read. header: not to be changed. lock: the writer's
-    lock, None where this process only reads.
+    path: the directory. tokens: ids that it has read. header: not to be modified. lock: the
+    writer's lock, None if this process only reads.
     """
 
     def __init__(self, path: Path, fingerprint: str | None, lock: WriterLock | None):
@@ -54,12 +54,12 @@ class LastCommit:
         self.tokens: list[int] = []
         self.header = Header(fingerprint or "")
         self._expected = fingerprint
-        self._stale = False  # a commit broke off while its header was being put in place
+        self._stale = False  # a commit failed while its header was being put in place
         self._files = DataFiles(path, writes=lock is not None)
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         return display_name(self.path)
 
     def logits(self) -> memoryview[float] | None:
@@ -79,7 +79,7 @@ class LastCommit:
         return None if buffer is None else memoryview(buffer).cast("f")
 
     def _unless_changed(self, n: int, rebuilt: Callable[[], Result]) -> Result:
-        """Runs a reading action, twice if a writer comes between. What is stored by then must begin
+        """Run a reading action, and again if a writer interfered. What is stored by then must begin
         with the same n tokens."""
         wanted = self.tokens[:n]
 
@@ -93,8 +93,8 @@ class LastCommit:
         return self._guarded(attempt)
 
     def _read_commit(self) -> tuple[Header, list[int]]:
-        """The last commit and its tokens. Raises FileNotFoundError where there has been none,
-        Damaged, DataError for another model's session, OSError."""
+        """The last commit and its tokens. Raises FileNotFoundError if there has been none, Damaged,
+        DataError for another model's session, OSError."""
         header = decode_header(self._files.whole(HEADER_FILE, MAX_HEADER_BYTES))
         if self._expected is not None and header.fingerprint != self._expected:
             raise DataError(
@@ -109,8 +109,8 @@ class LastCommit:
         return header, unpack_ids(bytes(tokens))
 
     def _checked(self, name: str, slices: list[tuple[int, int]], crc: int) -> bytearray:
-        """Slices of a file, each the first number of 4 bytes and how many, one after another.
-        Raises Damaged where they do not have that checksum, OSError."""
+        """Slices of a file, (first, count) in units of 4 bytes, concatenated. Raises Damaged if
+        their checksum is wrong, OSError."""
         buffer = bytearray(4 * sum(count for _, count in slices))
         view = memoryview(buffer)
         for first, count in slices:
@@ -122,21 +122,21 @@ class LastCommit:
         return buffer
 
     def _stored(self) -> Stored:
-        """What cache.bin has, to be read where it lies if nobody has written to it since."""
+        """The tensors of cache.bin, to be read in place if nobody has written to it since."""
         fd, sealed = self._files.fd(CACHE_FILE), self.header.seal
         whole = sealed is not None and sealed == seal(fd)
         return Stored(fd, partial(self._files.again, CACHE_FILE) if whole else None)
 
     def _check_last(self) -> None:
-        """Raises Damaged if there has been another commit since the header was read."""
+        """Raise Damaged if there has been another commit since the header was read."""
         header, _ = self._read_commit()
         if header.generation != self.header.generation:
             raise Damaged("it was changed while it was being read")
 
     def _guarded(self, action: Callable[[], Result], load: bool = False) -> Result:
-        """Runs a reading action; damage becomes DataError, an OSError its ToastError. A reader
-        beside a writer may find that a header's extents were used again by a later commit: it reads
-        the header anew, once. load: read the header before the first attempt too."""
+        """Run a reading action; damage becomes DataError, an OSError its ToastError. A reader
+        beside a writer may find a header's extents reused by a later commit: it then rereads the
+        header, once. load: read the header before the first attempt too."""
         try:
             try:
                 if load:
@@ -157,12 +157,12 @@ class LastCommit:
         return DataError(f"cannot read session {self.name}: {error}", hint)
 
     def _load(self) -> None:
-        """Reads header and tokens of the last commit. Raises Damaged, DataError for another model,
+        """Read header and tokens of the last commit. Raises Damaged, DataError for another model,
         NoInputError if a reader finds no session, OSError."""
         try:
             header, tokens = self._read_commit()
         except FileNotFoundError:
             if self.lock is not None:
-                return  # created, and not yet committed to
+                return  # created, but not yet committed to
             raise gone(self.path) from None
         self.header, self.tokens, self._stale = header, tokens, False

@@ -1,12 +1,13 @@
-"""The logits ring: float32 logits of the last few steps, in a file that a run's processes share,
+"""The logits ring: float32 logits of the last few steps, in a file shared by a run's processes,
 laid out as toast-frames(5) says.
 
 Steps are numbered from 1; step n is in slot (n - 1) % slots. A slot is a seqlock: the writer sets
-its number to 0, writes the logits, sets the number; a reader looks at the number before and after
-its copy. Beside them lies their entropy, where the writer knows it: it cannot be that of others.
-A reference to a step that the ring has passed is an error, never other numbers. The file is filled
-when it is made: a full disk is an error then, not a SIGBUS in the middle of a run. The writer maps
-it, and looks at its size before each step; readers, who get it from others, use pread.
+its number to 0, writes the logits, sets the number; a reader checks the number before and after its
+copy. The entropy of the logits is stored with them, if the writer knows it, so that it cannot be
+that of others. A reference to an overwritten step is an error, never other numbers. The file's
+blocks are allocated on creation: a full disk is an error then, not a SIGBUS in the middle of a run.
+The writer maps it, and checks its size before each step; readers, who get it from others, use
+pread.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MAGIC = b"toastrng"
 VERSION = 2
 HEADER = struct.Struct("<8sIIII")
 NUMBER = struct.Struct("<Q")
-LINE = struct.Struct("<Qd")  # of a slot: number, entropy in bits or NaN
+LINE = struct.Struct("<Qd")  # header of a slot: number, entropy in bits or NaN
 LINE_BYTES = 64
 STALE_HINT = "use --inline to save a stream"
 
@@ -42,9 +43,9 @@ def _stride(vocab: int) -> int:
 
 
 class RingWriter:
-    """Makes the ring of a run and writes steps into it.
+    """Create the ring of a run and write steps to it.
 
-    vocab: logits a step. slots: steps a reader may lag behind before its reference is stale.
+    vocab: logits per step. slots: steps a reader may lag behind before its reference is stale.
     Raises IOFailure if the disk is full, CannotCreateError.
     """
 
@@ -66,10 +67,10 @@ class RingWriter:
                 raise
 
     def write(self, logits: Any, entropy: Callable[[], float | None] | None = None) -> Reference:
-        """Copies one step's logits, any contiguous buffer of float32 (vocab,), into the next slot.
-        Returns what a frame says in their place; it is good for `slots` steps. entropy(): of them,
-        in bits, None where it is not known; asked when they have been copied.
-        Raises ValueError for another dtype or size, IOFailure where the file was cut short."""
+        """Copy one step's logits, any contiguous buffer of float32 (vocab,), into the next slot.
+        Return the reference for a frame, valid for `slots` steps. entropy(): their entropy in bits,
+        None if unknown; called after they have been copied.
+        Raises ValueError for another dtype or size, IOFailure if the file was truncated."""
         data = memoryview(logits)
         if data.format != "f" or data.nbytes != 4 * self.vocab:
             raise ValueError(f"not {self.vocab} float32 logits")
@@ -88,7 +89,7 @@ class RingWriter:
         return Reference(slot, self._number, "float32", (self.vocab,))
 
     def close(self) -> None:
-        """Unmaps the ring; the file stays until the run's directory goes."""
+        """Unmap the ring; the file stays until the run's directory is removed."""
         self._map.close()
         os.close(self._fd)
 
@@ -98,7 +99,7 @@ _ORDER = threading.Lock()
 
 def _fence() -> None:
     """A memory barrier, for weakly ordered processors such as ARM: loads and stores before the
-    release of a lock are seen before those after its next acquisition."""
+    release of a lock are visible before those after its next acquisition."""
     for _ in range(2):
         _ORDER.acquire()
         _ORDER.release()
@@ -118,9 +119,10 @@ def _fill(fd: int, size: int) -> None:
 
 
 class RingReader(Descriptor):
-    """Reads steps from a run's ring. Raises DataError if there is none (any more) or it is not one.
+    """Read steps from a run's ring. Raises DataError if there is none (any more) or it is invalid.
 
-    vocab: logits a step. slots: as its writer made it."""
+    vocab: logits per step. slots: as created.
+    """
 
     def __init__(self, path: Path | str):
         try:
@@ -148,10 +150,11 @@ class RingReader(Descriptor):
         raise DataError(f"not a logits ring: {path}")
 
     def read(self, reference: Reference) -> np.ndarray:
-        """The logits that a reference points to, float32 (vocab,): a copy, until the next read.
-        Raises DataError if the ring has gone past them or cannot hold such an array."""
+        """The logits that a reference points to, float32 (vocab,): a copy, valid until the next
+        read.
+        Raises DataError if they have been overwritten or the ring cannot hold such an array."""
         if self._copy is None:
-            import numpy as np  # which is not there for who only asks for entropies
+            import numpy as np  # not needed to read only entropies
 
             slot = np.empty(self._stride, np.uint8)
             values = slot[LINE_BYTES : LINE_BYTES + 4 * self.vocab].view("<f4")
@@ -160,15 +163,15 @@ class RingReader(Descriptor):
         return self._copy[1]
 
     def entropy(self, reference: Reference) -> float | None:
-        """The entropy in bits of the logits that a reference points to, None where their writer has
-        not said it. Raises as `read`."""
+        """The entropy in bits of the logits that a reference points to, None if the writer gave
+        none. Raises as `read`."""
         self._take(reference, self._line)
         entropy = LINE.unpack(self._line)[1]
         return None if math.isnan(entropy) else entropy
 
     def _take(self, reference: Reference, into: memoryview) -> None:
-        """Fills a buffer with the beginning of a slot as it lies; then reads the number again:
-        where it is still the same, all was whole all the time. Raises as `read`."""
+        """Copy the beginning of a slot into a buffer, then read the number again: if it is
+        unchanged, the copy is consistent. Raises as `read`."""
         slot, number = reference.slot, reference.seq
         fits = reference.dtype == "float32" and tuple(reference.shape) == (self.vocab,)
         if not (fits and 0 <= slot < self.slots and number > 0):

@@ -1,7 +1,8 @@
-"""SESSION/runs/ID: one pipeline over a session, see toast-session(5). It is gone when the run ends.
+"""SESSION/runs/ID: the directory of one pipeline over a session, see toast-session(5), removed when
+the run ends.
 
-`alive` is locked, shared, by every process of the run that says so; once nobody holds it, the next
-run removes the directory, which has mode 0700, what is in it 0600.
+`alive` is locked, shared, by the processes of the run; once nobody holds it, the next run removes
+the directory. The directory has mode 0700, its files 0600.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ UNBORN_SECONDS = 3600
 
 
 class RunDirectory(Descriptor):
-    """A run's directory, held alive by this process until close, which leaves it to the others, or
+    """A run's directory, kept alive by this process until close, which leaves it to the others, or
     remove."""
 
     def __init__(self, path: Path, alive_fd: int):
@@ -38,17 +39,17 @@ class RunDirectory(Descriptor):
 
     @classmethod
     def create(cls, session_path: Path) -> RunDirectory:
-        """A new run with its FIFO; the ring and the socket are made by those who serve them. Dead
-        runs of the session are swept away first. Raises CannotCreateError, IOFailure."""
+        """Create a run with its FIFO; the ring and the socket are created by their servers. Sweeps
+        away dead runs of the session first. Raises CannotCreateError, IOFailure."""
         runs = session_path / RUNS_DIRECTORY
         try:
             make_private_directories(runs)
-            os.close(open_directory(runs))  # not a link that leads elsewhere
+            os.close(open_directory(runs))  # not a symbolic link
             sweep(session_path)
             path = runs / os.urandom(6).hex()
             os.mkdir(path, 0o700)
             os.mkfifo(path / FEED_FILE, 0o600)
-            # Locked before it has its name: a sweep never sees it free.
+            # Locked before it has its name, so that a sweep never sees it unlocked.
             unborn = path / f"{ALIVE_FILE}.new"
             fd = open_private(unborn, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             fcntl.flock(fd, fcntl.LOCK_SH)
@@ -63,8 +64,8 @@ class RunDirectory(Descriptor):
 
     @classmethod
     def join(cls, path: Path | str) -> RunDirectory:
-        """Another process's run, kept alive from now on by this one too.
-        Raises NoInputError if it has ended."""
+        """Join another process's run, and help keep it alive. Raises NoInputError if it has
+        ended."""
         path = Path(path)
         try:
             at = open_directory(path)
@@ -83,23 +84,23 @@ class RunDirectory(Descriptor):
         return cls(path, fd)
 
     def remove(self) -> None:
-        """Removes the directory: the run has ended. Open rings and FIFOs stay usable."""
+        """Remove the directory: the run has ended. Open rings and FIFOs stay usable."""
         remove_tree(self.path)
         self.close()
 
 
 def feed_of(run: Path | str) -> Path:
-    """The FIFO of the run in a directory."""
+    """The FIFO of a run."""
     return Path(run) / FEED_FILE
 
 
 def ring_of(run: Path | str) -> Path:
-    """The logits ring of the run in a directory."""
+    """The logits ring of a run."""
     return Path(run) / RING_FILE
 
 
 def sweep(session_path: Path) -> None:
-    """Removes the runs of a session that no process holds alive. Raises OSError if they cannot be
+    """Remove the runs of a session that no process keeps alive. Raises OSError if they cannot be
     listed."""
     try:
         os.close(open_directory(session_path / RUNS_DIRECTORY))
@@ -117,7 +118,7 @@ def _is_dead(entry: os.DirEntry) -> bool:
     try:
         fd = open_private(Path(entry.path) / ALIVE_FILE, os.O_RDWR)
     except FileNotFoundError:
-        return older_than(entry, time.time() - UNBORN_SECONDS)  # made just now, or never finished
+        return older_than(entry, time.time() - UNBORN_SECONDS)  # just created, or abandoned
     except OSError:
         return False
     try:

@@ -1,9 +1,9 @@
-"""Where a stored state can be resumed: at its end, at what that can be cut back to, at savepoints.
+"""Where a stored state can be resumed: at its end, wherever that can be cut back to, at savepoints.
 
 Attention caches can be cut back to any earlier position. A recurrent state, or a window that has
-begun to slide, cannot: it can be resumed where it was saved, and nowhere else. So a session holds,
-besides its end, savepoints: positions, and of each layer that cannot come back to them a copy as
-it was there. The other layers are cut back from the end, and cost a savepoint nothing.
+begun to slide, can only be resumed where it was saved. So a session holds, besides its end,
+savepoints: positions with a copy of each layer that cannot be cut back to them. The other layers
+are cut back from the end, at no cost.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # a state that is in no session needs none of it
+if TYPE_CHECKING:  # not needed by a state without a session
     from toastkit.session.layout import Header, Layer, Part, SavepointRecord, Tensor
 
-# Classes that can be cut back whatever they read from now on.
+# Classes that can always be cut back.
 ALWAYS_CUT = ("KVCache", "ConcatenateKVCache", "QuantizedKVCache")
-MOVING = ("offset", "idx", "start_position")  # settings that follow the tokens
+MOVING = ("offset", "idx", "start_position")  # settings that change with the tokens
 
 
 class Savepoint(NamedTuple):
     """An earlier position at which a state can be resumed.
 
-    count: tokens read there, more than 0 and fewer than the state has read. layers: one a layer of
-    the model: an mlx_lm cache object that has read `count` tokens, or None where the layer at the
-    end can be cut back to there. A CacheList is given, and comes back, whole; on disk it is only
-    what cannot be cut back. (For commit_layers: LayerSources in the place of cache objects.)
+    count: tokens read there, more than 0 and fewer than the state has read. layers: one per layer
+    of the model: an mlx_lm cache object that has read `count` tokens, or None if the layer can be
+    cut back from the end. A CacheList is given, and comes back, whole; on disk it is only what
+    cannot be cut back. (For commit_layers: LayerSources instead of cache objects.)
     """
 
     count: int  # type: ignore[assignment]  # a tuple has a method of that name
@@ -34,7 +34,7 @@ class Savepoint(NamedTuple):
 
 
 def can_cut(layer: Layer, count: int, n: int) -> bool:
-    """Whether a layer of a state that has read `count` tokens can be taken back to the first n.
+    """True if a layer of a state that has read `count` tokens can be cut back to the first n.
 
     Recurrent states cannot; a rotating buffer cannot once it has wrapped round; a chunked cache can
     while it still has every row of the chunk that position n falls in.
@@ -47,7 +47,7 @@ def can_cut(layer: Layer, count: int, n: int) -> bool:
         return False
     settings = layer.settings
     if not layer.tensors and not settings["offset"]:
-        return True  # never used
+        return True  # unused
     if settings["offset"] != count:
         return False
     if layer.kind == "RotatingKVCache":
@@ -59,8 +59,8 @@ def can_cut(layer: Layer, count: int, n: int) -> bool:
 
 
 def cut(layer: Layer, count: int, n: int) -> Layer:
-    """A layer of a state that has read `count` tokens, as it was after the first n of them: the
-    same ranges, of which fewer rows are used. Only where can_cut says so."""
+    """Cut a layer of a state that has read `count` tokens back to the first n: the same ranges, of
+    which fewer rows are used. Only if can_cut."""
     from toastkit.session.layout import Layer
 
     if n == count:
@@ -82,8 +82,8 @@ def _cut_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def layers_at(header: Header, n: int) -> list[Layer] | None:
-    """The stored layers as they were after the first n tokens, or None if there is no way to them:
-    those at the end cut back, otherwise those of the nearest savepoint, at n or past it."""
+    """The stored layers as they were after the first n tokens, or None if they cannot be had: those
+    at the end cut back, otherwise those of the nearest savepoint, at n or past it."""
     from toastkit.session.layout import SavepointRecord
 
     end = SavepointRecord(header.count, [None] * len(header.layers or ()))
@@ -95,8 +95,8 @@ def layers_at(header: Header, n: int) -> list[Layer] | None:
 
 
 def _layers_from(header: Header, point: SavepointRecord, n: int) -> list[Layer] | None:
-    """What a savepoint holds, and the end where it holds nothing, cut back to the first n tokens;
-    None if one of them cannot be."""
+    """The layers of a savepoint, and those at the end that it has no copy of, cut back to the first
+    n tokens; None if one of them cannot be."""
     return _all(
         _cut_part(part, point.count, end, header.count, n)
         for part, end in zip(point.layers, header.layers or ())
@@ -120,8 +120,8 @@ def _all(layers: Iterable[Layer | None]) -> list[Layer] | None:
 
 
 def stored_layers(header: Header, n: int) -> list[tuple[int, list[Layer | None]]]:
-    """The savepoints before position n that can be resumed: their counts, and the layers as they
-    were there, None where nothing is held of one and the end is cut back."""
+    """The savepoints before position n that can be resumed: counts and layers, None for a layer
+    without a copy, which is cut back from the end."""
     found = []
     for point in header.savepoints:
         layers = _layers_from(header, point, point.count) if point.count < n else None
@@ -133,6 +133,7 @@ def stored_layers(header: Header, n: int) -> list[tuple[int, list[Layer | None]]
 
 
 def same_class(a: Layer, b: Layer) -> bool:
-    """Whether two layers are of one class, with the settings that do not follow the tokens."""
+    """True if two layers are of one class, with equal settings (except those that change with the
+    tokens)."""
     fixed = [{k: v for k, v in x.settings.items() if k not in MOVING} for x in (a, b)]
     return a.kind == b.kind and fixed[0] == fixed[1]

@@ -1,4 +1,4 @@
-"""Session directories as directories: made ready to be locked, removed, swept."""
+"""Session directories as directories: prepared for locking, removed, swept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STALE_SECONDS = 3600
 
 
 def gone(path: Path) -> NoInputError:
-    """The error for a session that is not there: one that was to vanish has no name to say."""
+    """The error for a session that does not exist: an ephemeral one has no name to report."""
     if is_ephemeral(path):
         kept = "toast-prefill --session NAME keeps one"
         return NoInputError("the session was for that pipeline only and is gone", hint=kept)
@@ -36,7 +36,7 @@ def gone(path: Path) -> NoInputError:
 
 
 def prepare(path: Path, create: bool) -> None:
-    """Makes sure that there is a directory to lock, and that it is a session's or an empty one.
+    """Make sure that there is a directory to lock, and that it is a session's or an empty one.
 
     Raises NoInputError if there is no session and none may be created, CannotCreateError.
     """
@@ -60,8 +60,8 @@ def prepare(path: Path, create: bool) -> None:
 
 
 def make_ephemeral() -> Path:
-    """An empty directory under the sessions' root with a name that nobody can ask for. What
-    earlier ones left behind is swept away. Raises CannotCreateError, IOFailure."""
+    """Create an empty directory under the sessions' root with a name that users cannot choose.
+    Sweeps away what is left of earlier ones. Raises CannotCreateError, IOFailure."""
     root = sessions_root()
     try:
         make_private_directories(root)
@@ -76,8 +76,8 @@ def make_ephemeral() -> Path:
 
 
 def sweep_ephemeral(root: Path) -> None:
-    """Removes ephemeral sessions that a killed process left: an hour old and locked by nobody.
-    Raises OSError if the root cannot be read."""
+    """Remove ephemeral sessions of killed processes: an hour old and not locked. Raises OSError if
+    the root cannot be read."""
     limit = time.time() - STALE_SECONDS
     with os.scandir(root) as entries:
         for entry in entries:
@@ -86,13 +86,13 @@ def sweep_ephemeral(root: Path) -> None:
                 try:
                     lock = WriterLock.acquire(Path(entry.path))
                 except ToastError:
-                    continue  # a run that has lasted so long, or somebody else's: it stays
+                    continue  # still running after all that time, or another user's
                 remove_tree(Path(entry.path))
                 lock.release()
 
 
 def older_than(entry: os.DirEntry, limit: float) -> bool:
-    """Whether nothing was put into a directory since `limit` (seconds since 1970)."""
+    """True if nothing was added to a directory since `limit` (seconds since 1970)."""
     try:
         return entry.stat(follow_symlinks=False).st_mtime < limit
     except OSError:
@@ -100,7 +100,7 @@ def older_than(entry: os.DirEntry, limit: float) -> bool:
 
 
 def remove_unborn(path: Path) -> None:
-    """Removes what was made for a session that has no commit, and the directory if that is all
+    """Remove what was created for a session without a commit, and the directory if that is all
     there is in it."""
     if os.path.lexists(path / HEADER_FILE):
         return
@@ -111,11 +111,11 @@ def remove_unborn(path: Path) -> None:
             if folder.is_dir():
                 folder.rmdir()
     except OSError:
-        pass  # not ours alone: it stays
+        pass  # has other contents
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory; what cannot be removed is left for the next sweep."""
+    """Remove a directory; what cannot be removed is left for the next sweep."""
     import shutil
 
     shutil.rmtree(path, ignore_errors=True)
