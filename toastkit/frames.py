@@ -36,9 +36,9 @@ READ_BYTES = 1 << 16
 
 @dataclass(slots=True, eq=False, repr=False)
 class Head(Record):
-    """Begins a run. fingerprint: of weights and tokenizer, hex. vocab: logits per step.
-    eos: token ids that end a turn. session: directory or None. run: directory of feed and ring,
-    a list of them where one sampler feeds several decodes, or None. dtype: of activations."""
+    """Begins a run. fingerprint: of weights and tokenizer, hex. vocab: logits per step. eos: token
+    ids that end a turn. session: directory or None. run: directory of feed and ring, a list of them
+    if one sampler feeds several decodes, or None. dtype: of activations."""
 
     model: str
     fingerprint: str

@@ -101,7 +101,7 @@ def _check_number(field: str, value: object, low: float, high: float) -> None:
             raise UsageError(f"invalid {name}: {value!r} is not a whole number")
     elif not _is_number(value, (int, float)):
         raise UsageError(f"invalid {name}: {value!r} is not a number")
-    # A NaN fails the comparison, too.
+    # NaN fails the comparison too.
     if not low <= value <= high:  # type: ignore[operator]
         raise UsageError(f"invalid {name}: {value} is not in [{_number(low)}, {_number(high)}]")
 

@@ -18,7 +18,7 @@ from .draws import BELOW_ONE, GROUPS, MASK, PARITY, ROTATIONS, Key
 
 Words = np.ndarray
 
-# Shifts as 0-d arrays: an ufunc call takes them without converting a Python int each time.
+# Shifts as 0-d arrays: a ufunc takes them without converting a Python int each time.
 _SHIFTS = {
     turn: (np.array(turn, np.uint32), np.array(32 - turn, np.uint32))
     for turns in ROTATIONS
@@ -27,7 +27,7 @@ _SHIFTS = {
 # Counter pairs per block: three buffers of 64 KiB stay in a second-level cache, and the cost of a
 # hundred ufunc calls is spread over enough elements.
 _BLOCK = 16384
-# Pages repeat their cache sets; buffers that start a few lines apart do not evict one another.
+# Cache sets repeat from page to page; buffers offset by a few lines do not evict one another.
 _SKEW = 48
 _SCALE = np.float32(2.0**-32)
 _GUMBEL_FLOOR = np.float32(1e-20)
