@@ -1,4 +1,4 @@
-"""All stages after tokenize in one process. What `toast-decode` on text and the daemon run."""
+"""All stages after tokenize in one process, as run by the daemon and by `toast-decode` on text."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class AnswerOptions(NamedTuple):
-    """Settings of each stage. telemetry: the entropy is wanted in the token frames. follow: the
-    model shifts as the entropy says, by `rules`. fixed: the gear that it runs in instead, None for
-    none. xtc_special_ids: tokens that XTC never removes."""
+    """Settings of each stage. telemetry: token frames carry the entropy. follow: the model shifts
+    gears by entropy, according to `rules`. fixed: the gear that it runs in instead, None for none.
+    xtc_special_ids: tokens that XTC never removes."""
 
     read: ReadOptions = ReadOptions()
     step: StepOptions = StepOptions()
@@ -41,7 +41,7 @@ class AnswerOptions(NamedTuple):
 
 
 def gear_answer_options(gears: GearSettings | None) -> dict[str, Any]:
-    """The fields of AnswerOptions that gears set."""
+    """The fields of AnswerOptions set by gears."""
     if gears is None:
         return {}
     follow = gears.options.mode == "auto"
@@ -49,9 +49,9 @@ def gear_answer_options(gears: GearSettings | None) -> dict[str, Any]:
 
 
 def draws_on_device(device: str, options: AnswerOptions, experts: ExpertsOptions | None) -> bool:
-    """Whether tokens are to be drawn where the logits are. A GPU computes while the host goes on. A
-    CPU does not, and numpy draws faster on it, and takes the entropy faster; but for the likeliest
-    token, where nothing else is asked of a step. device: "cpu" or "gpu"."""
+    """True if tokens should be sampled where the logits are. A GPU computes while the host
+    continues. A CPU does not, and numpy samples and takes the entropy faster on it, except for the
+    plain argmax with nothing else wanted of a step. device: "cpu" or "gpu"."""
     assert options.draw is not None
     waits = experts is not None and experts.threshold is not None
     plain = options.draw.sampling.temperature == 0
@@ -67,14 +67,13 @@ def answer(
     interrupt: Interrupt,
     outcome: Outcome,
 ) -> Iterator[Frame]:
-    """The frames of the whole pipeline, token by token, with one synchronisation a token.
+    """The frames of the whole pipeline, token by token, with one synchronisation per token.
 
-    frames: head and tokens of each run, as `tokenize` gives them. tokenizer: of the model.
-    engine_for(head): the engine, called once the session is open and the prompt is known.
-    runs: whether it is deferred decides where tokens are drawn; they are the same tokens.
+    frames: head and tokens of each run, as from `tokenize`. tokenizer: of the model.
+    engine_for(head): the engine, called once the session is open and the prompt is known. runs:
+    whether it is deferred decides where tokens are sampled; they are the same tokens.
 
-    Without telemetry or gears the entropy is not computed: the plain path does nothing that it need
-    not.
+    Without telemetry or gears the entropy is not computed, so the plain path does no needless work.
     """
 
     stages: list[Stage] = [

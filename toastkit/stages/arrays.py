@@ -1,4 +1,4 @@
-"""From the array in a frame to numpy float32: out of the frame, the ring, or MLX in one process."""
+"""Arrays of frames as numpy float32: inline, from the ring, or from MLX in one process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _DTYPES = {"float32": "<f4", "float16": "<f2", "uint32": "<u4", "int32": "<i4", 
 
 
 def to_numpy(array: Array) -> np.ndarray:
-    """An inline array as numpy, read-only: (...) of its shape and dtype, but float32 for
-    bfloat16."""
+    """An inline array as numpy, read-only: (...) of its shape and dtype, with bfloat16 as
+    float32."""
     import numpy as np
 
     if array.dtype == "bfloat16":
@@ -29,7 +29,7 @@ def to_numpy(array: Array) -> np.ndarray:
 
 
 def from_numpy(values: np.ndarray) -> Array:
-    """An array to travel inside a frame. values: (...) of any real dtype; sent as float32."""
+    """An array to inline in a frame. values: (...) of any real dtype; sent as float32."""
     return Array("float32", values.shape, values.astype("<f4", copy=False).tobytes())
 
 
@@ -46,7 +46,7 @@ def log_softmax(logits: np.ndarray | memoryview[float]) -> np.ndarray:
 
 
 class LogitsReader:
-    """Reads the logits of one run after another; `begin` tells it of each run's head."""
+    """Reads the logits of successive runs; `begin` is given each run's head."""
 
     def __init__(self) -> None:
         self._vocab = 0
@@ -55,20 +55,20 @@ class LogitsReader:
         self._meter: EntropyMeter | None = None
 
     def begin(self, head: Head) -> None:
-        """Takes the next run. The ring is opened when the first reference comes."""
+        """Start the next run. The ring is opened at the first reference."""
         self.close()
         self._vocab, self._run, self._meter = head.vocab, head.run, None
 
     def listen(self, frames: Iterable[Frame]) -> Iterator[Frame]:
-        """The frames, after a look at their heads, which say where the arrays are."""
+        """Pass frames on, noting the heads, which say where the arrays are."""
         for frame in frames:
             if isinstance(frame, Head):
                 self.begin(frame)
             yield frame
 
     def read(self, logits: Any) -> np.ndarray:
-        """The logits of a frame, inline, by reference or a device array: float32 (vocab,), until
-        the next are read. Raises DataError where they are missing, stale or misshapen."""
+        """The logits of a frame, inline, by reference or a device array: float32 (vocab,), valid
+        until the next read. Raises DataError if they are missing, stale or misshapen."""
         import numpy as np
 
         if isinstance(logits, Reference):
@@ -77,7 +77,7 @@ class LogitsReader:
             values = to_numpy(logits)
         elif logits is None:
             raise DataError("a logits frame without logits")
-        else:  # a device array, which is computed now
+        else:  # a device array, evaluated now
             values = np.array(logits, copy=False)
         if values.shape != (self._vocab,):
             raise DataError(f"logits of shape {list(values.shape)}, the head says {self._vocab}")
@@ -87,9 +87,9 @@ class LogitsReader:
             return values.astype(np.float32)
 
     def entropy(self, logits: Any) -> float:
-        """In bits, of logits as `read` takes them: what decode has written beside them, or what the
-        device computes of an array of its own; where there is neither, an EntropyMeter's. Raises as
-        that and `read`."""
+        """Entropy in bits of logits as `read` takes them: as decode has written it beside them, or
+        computed on the device for a device array; otherwise by an EntropyMeter. Raises as that and
+        `read`."""
         known: float | None = None
         fits = tuple(getattr(logits, "shape", ())) == (self._vocab,)
         if fits and isinstance(logits, Reference):
@@ -121,7 +121,7 @@ class LogitsReader:
         return self._ring
 
     def close(self) -> None:
-        """Lets the ring go."""
+        """Close the ring."""
         if self._ring is not None:
             self._ring.close()
             self._ring = None

@@ -1,7 +1,7 @@
-"""Calibration of the gears: the entropies that a model shows, and the thresholds they lead to.
+"""Calibrate the gears: derive thresholds from the entropies that a model shows.
 
-Paper 003 section 4. Prompts are read, and answered greedily, in the checkpoint's own precision;
-entropies are measured as they are while gears are followed.
+Paper 003 section 4. Prompts are prefilled, and answered greedily, in the checkpoint's own
+precision; entropies are measured as they are when gears are followed.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from toastkit.engine.engine import Engine
     from toastkit.stages.tokenize import Prompt, PromptTokenizer
 
-ANSWER_TOKENS = 48  # of each answer, at most; the paper calls its runs short and gives no number
-QUANTILES = (10, 30, 50, 60, 80, 90)  # those that the rules go by among them
+ANSWER_TOKENS = 48  # per answer, at most; the paper calls its runs short and gives no number
+QUANTILES = (10, 30, 50, 60, 80, 90)  # including those that the rules use
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """thresholds: of the model. samples: the entropies behind them in bits, by what they are of."""
+    """thresholds: of the model. samples: the entropies behind them in bits, by kind."""
 
     thresholds: Thresholds
     samples: dict[str, list[float]]
 
     def quantiles(self) -> list[str]:
-        """A line for each kind of samples."""
+        """One line per kind of samples."""
         lines = []
         for name, entropies in self.samples.items():
             rising = sorted(entropies)
@@ -40,12 +40,12 @@ class Calibration:
         return lines
 
 
-# A calibration is prepared without the model, so that a bad prompt costs nothing, and then run.
+# Calibrations are prepared without the model, so that a bad prompt costs nothing, then run.
 Measure = Callable[["Engine"], Calibration]
 
 
 def from_prompt(tokenizer: PromptTokenizer, prompt: Prompt) -> Measure:
-    """Section 4.1: by the logits after each token of a prompt. Raises DataError."""
+    """Section 4.1: from the logits after each token of a prompt. Raises DataError."""
     ids = tokenizer.encode(prompt)
 
     def measure(engine: Engine) -> Calibration:
@@ -56,15 +56,15 @@ def from_prompt(tokenizer: PromptTokenizer, prompt: Prompt) -> Measure:
 
 
 def from_built_in(tokenizer: PromptTokenizer) -> Measure:
-    """Section 4.2, as for MLX: by the answers to three prompts of mixed difficulty."""
+    """Section 4.2, as for MLX: from the answers to three prompts of mixed difficulty."""
     texts = calibration.CALIBRATION_PROMPTS
     return _of_answers(tokenizer, calibration.from_prompts, answers=texts)
 
 
 def from_texts(tokenizer: PromptTokenizer, text: str) -> Measure:
-    """Section 4.2, by hand: by the answers to easy and to hard prompts.
+    """Section 4.2, manually: from the answers to easy and to hard prompts.
 
-    text: of the file that holds them, see calibration.parse_prompts. Raises DataError.
+    text: of their file, see calibration.parse_prompts. Raises DataError.
     """
     easy, hard = calibration.parse_prompts(text)
     return _of_answers(tokenizer, calibration.from_easy_and_hard, easy=easy, hard=hard)
@@ -73,7 +73,7 @@ def from_texts(tokenizer: PromptTokenizer, text: str) -> Measure:
 def _of_answers(
     tokenizer: PromptTokenizer, derive: Callable[..., Thresholds], **texts: Sequence[str]
 ) -> Measure:
-    """Thresholds by the answers to some kinds of texts, each of them a user's turn."""
+    """Thresholds from the answers to kinds of texts, each text a user's turn."""
     from toastkit.stages.tokenize import Prompt
     from toastkit.text.messages import user_messages
 
@@ -100,8 +100,8 @@ def prompt_entropies(engine: Engine, ids: Sequence[int]) -> list[float]:
     """
     from toastkit.engine.perplexity import score
 
-    # The entropies are those that a token is predicted from: one more stands for the answer's
-    # first, and is never read.
+    # These are entropies of the predictions of each token: one more stands for the answer's first,
+    # and is never read.
     parts = score(engine, [*ids, ids[-1]], window=len(ids))
     return [entropy for part in parts for entropy in part.entropies]
 
@@ -109,11 +109,10 @@ def prompt_entropies(engine: Engine, ids: Sequence[int]) -> list[float]:
 def answer_entropies(
     engine: Engine, ids: Sequence[int], count: int, eos: Collection[int]
 ) -> list[float]:
-    """Entropies, in bits, of the logits that each token of an answer is drawn from; always the
-    most likely one.
+    """Entropies, in bits, of the logits of each step of a greedy answer.
 
-    ids: the prompt. count: most tokens of the answer, which ends with one of `eos`, and at the
-    end of the model's context. Raises DataError for logits that are not numbers.
+    ids: the prompt. count: maximum tokens of the answer, which also ends with one of `eos`, and at
+    the end of the model's context. Raises DataError for logits that are not numbers.
     """
     import mlx.core as mx
 
@@ -142,7 +141,7 @@ def answer_entropies(
 
 
 def rule(thresholds: Thresholds) -> str:
-    """How thresholds come from entropies, in words."""
+    """How thresholds derive from entropies, in words."""
     c = calibration
     if thresholds.strategy == "prefill":
         most = math.log2(thresholds.vocab)
@@ -164,8 +163,8 @@ def rule(thresholds: Thresholds) -> str:
 
 
 def forget(fingerprint: str) -> bool:
-    """Removes a model's stored thresholds, whole or broken; whether there were any. Raises
-    CannotCreateError, IOFailure where they cannot be removed."""
+    """Remove a model's stored thresholds, valid or broken; return True if there were any. Raises
+    CannotCreateError, IOFailure if they cannot be removed."""
     from toastkit.gears.thresholds import path
 
     file = path(fingerprint)

@@ -22,11 +22,11 @@ def decode(
     options: StepOptions,
     interrupt: Interrupt,
 ) -> Iterator[Frame]:
-    """Emits the logits of each step and waits for the token to go on with.
+    """Emit the logits of each step and wait for the next token.
 
-    engine_for(head): the engine of that head's model. runs: where the state comes from, who says
-    which token is next, and how logits travel. The state is committed when the run ends, however
-    it ends: a reader that goes away closes this generator.
+    engine_for(head): the engine of that head's model. runs: where the state comes from, who chooses
+    the next token, and how logits travel. The state is committed when the run ends, however it
+    ends: a reader that goes away closes this generator.
     """
     run: DecodeRun | None = None
     ids: list[int] = []
@@ -61,8 +61,8 @@ def decode(
 
 
 def _attach(runs: DecodeRuns, head: Head, rest: Iterator[Frame]) -> DecodeRun:
-    """Attaches to a run. Where it has gone already, the error that ended prefill comes next in the
-    stream, and it is that error which counts."""
+    """Attach to a run. If it is already gone, the error that ended prefill is next in the stream,
+    and takes precedence."""
     try:
         return runs.attach(head)
     except NoInputError:
@@ -84,7 +84,7 @@ def _run(
         run.finish(state)
     end.extra.update(engine.run_report())
     if "experts" in end.extra:
-        report = end.extra["experts"]  # of the steps that were shown:
+        report = end.extra["experts"]  # restricted to the emitted steps:
         from toastkit.experts.pass_times import with_steps
 
         end.extra["experts"] = with_steps(report, len(fallbacks), sum(fallbacks))
@@ -94,8 +94,8 @@ def _run(
 def _steps(
     engine: StepEngine, run: DecodeRun, state: State, options: StepOptions, fallbacks: list[bool]
 ):
-    """The loop; returns the run's End. fallbacks: gets whether each step that is shown fell back,
-    where experts are chosen. (The model may take steps for others meanwhile.)"""
+    """The loop; return the run's End. fallbacks: collects, per emitted step, whether expert
+    selection fell back. (The model may take steps for others meanwhile.)"""
     context = engine.context
     drawn = steps = 0
     started = None
@@ -105,13 +105,13 @@ def _steps(
             fallbacks.append(state.passed.fallback)
         steps += 1
         last = steps == options.steps
-        if last and not run.answers:  # nobody need send a token for it
+        if last and not run.answers:  # no token for it need be sent
             return End("length", drawn)
         following = run.next()
         token, end = following.token, following.end
         if token is None:
             if run.deferred:
-                del fallbacks[-1:]  # a step after the last token that was drawn
+                del fallbacks[-1:]  # a step after the last sampled token
             return End(end or "interrupt", drawn)
         started = time.perf_counter()
         drawn += 1

@@ -1,4 +1,5 @@
-"""detokenize: token frames into text: whole characters, no stop string, no half of one."""
+"""detokenize: token frames into text, in whole characters, without stop strings or parts of
+them."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from toastkit.text.tokenizer import Tokenizer
 
 
 class TextOptions(NamedTuple):
-    """stops: strings that end the answer and are not printed. keep_special: special tokens are
-    printed as they are written. echo: the prompt comes first."""
+    """stops: strings that end the answer and are not printed. keep_special: print special tokens as
+    written. echo: print the prompt first."""
 
     stops: Sequence[str] = ()
     keep_special: bool = False
@@ -30,7 +31,7 @@ def detokenize(
     feed: Feed,
     outcome: Outcome,
 ) -> Iterator[Frame]:
-    """Puts a `text` frame before each token that makes new text certain; the rest passes.
+    """Insert a `text` frame before each token that makes new text certain; pass the rest on.
 
     tokenizer_for(head): the tokenizer of that head's model. feed: told when a stop string is found.
     outcome: told how each run ends.
@@ -43,12 +44,12 @@ def detokenize(
         elif writer is None:
             pass
         elif isinstance(frame, Text):
-            continue  # of another detokenizer: it is made again
+            continue  # from another detokenizer: it is made anew
         elif isinstance(frame, Tokens) and options.echo:
             yield Text(writer.tokenizer.decode(unpack_ids(frame.ids), keep_special=True))
         elif isinstance(frame, Token):
             if writer.stopped:
-                continue  # drawn before decode heard of the stop
+                continue  # sampled before decode heard of the stop
             piece = writer.add(frame.id)
             if piece:
                 yield Text(piece)
@@ -67,7 +68,7 @@ def detokenize(
 
 
 class _Writer:
-    """The text of one answer. taken: how many tokens it was made of."""
+    """The text of one answer. taken: number of its tokens."""
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions):
         self.tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""What `toast-feed` does: sends the tokens of a stream to decode, and passes them on."""
+"""`toast-feed`: send the tokens of a stream to decode, and pass them on."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from toastkit.stages.streams import with_tokens
 
 
 def feed_tokens(frames: Iterable[Frame], run: str | None, ignore_eos: bool) -> Iterator[Frame]:
-    """Sends each token frame to the run that the head names, or to `run`, and passes on what a
-    detokenizer needs: head, tokens, token, end. After an end-of-turn token, or where the stream
-    stops without one, the run is ended; so it is where the stream fails, or nobody goes on with it.
-    Raises RemoteError at an error frame, DataError for logits of the run that waits for tokens:
-    nobody has drawn any.
-    """
+    """Send each token frame to the run that the head names, or to `run`, and pass on what a
+    detokenizer needs: head, tokens, token, end. End the run after an end-of-turn token, at the end
+    of the stream, when the stream fails, and when nobody reads the output any more.
+    Raises RemoteError at an error frame, DataError for logits of the run that waits for tokens, as
+    nobody has sampled any."""
     feed = PipeFeed(insist=True)
     try:
         yield from _fed(frames, feed, run, ignore_eos)
@@ -66,7 +65,7 @@ def _fed(
             head = None
         elif isinstance(frame, Tokens) and head is not None:
             yield frame
-    if run is not None and not feed.opened:  # the input's end is told, where nothing else was
+    if run is not None and not feed.opened:  # report the end of the input, if nothing was sent
         feed.open(run)
     feed.close("stop")
     feed.finish()
@@ -75,7 +74,7 @@ def _fed(
 
 
 def bare_ids(source: Any) -> Iterator[Frame]:
-    """Token frames from lines of decimal ids; their position is left to decode."""
+    """Token frames from lines of decimal ids, without positions."""
     for number, line in enumerate(lines(source), 1):
         for word in line.split():
             token = token_id(word)
@@ -86,8 +85,8 @@ def bare_ids(source: Any) -> Iterator[Frame]:
 
 
 def token_id(word: bytes) -> int | None:
-    """The id that a decimal word stands for, None where it stands for none."""
-    # int() takes no thousands of digits, and its time is more than the number's length.
+    """Parse a decimal id; None if it is none."""
+    # int() refuses thousands of digits, and takes superlinear time.
     digits = word.lstrip(b"0") or word[:1]
     if not digits.isdigit() or len(digits) > 10 or int(digits) >= 2**32:
         return None

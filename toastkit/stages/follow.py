@@ -1,7 +1,7 @@
-"""Follows the entropy of one run after another and says which gear the next pass is to run in.
+"""Follow the entropy of successive runs and choose the gear of the next pass.
 
-What is known of the last run of a session is kept with the session: where nothing but its tokens
-has been read since, the next run goes on as if it had never stopped.
+The selector's state is kept with the session: if only its tokens have been read since, the next run
+continues as if there had been no break.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from toastkit.session import gear_state
 
 @dataclass(frozen=True)
 class GearRules:
-    """How gears are chosen. calibrated: thresholds that were stored for a model count. explain: is
-    told, a line at a time, what they are, what the prompt looks like, and every shift."""
+    """How gears are chosen. calibrated: use thresholds stored for a model. explain: called with one
+    line each on the thresholds, the prompt's difficulty, and every shift."""
 
     selector: SelectorOptions = SelectorOptions()
     calibrated: bool = True
@@ -30,17 +30,16 @@ class GearRules:
 
 @dataclass(frozen=True)
 class GearSettings:
-    """The gears of a model that answers. options: of its engine. rules: where the entropy
-    chooses."""
+    """The gears of a model that answers. options: of its engine. rules: if chosen by entropy."""
 
     options: GearOptions
     rules: GearRules = GearRules()
 
 
 def selector_for(head: Head, rules: GearRules) -> GearSelector:
-    """The selector for a run: thresholds stored for its model, or the given ones scaled to its
-    vocabulary; the start gear from the prompt, where the head says what that looks like.
-    Raises UsageError, DataError."""
+    """The selector of a run: thresholds stored for its model, or the given ones scaled to its
+    vocabulary; the start gear from the prompt's difficulty, if the head tells. Raises UsageError,
+    DataError."""
     from toastkit.gears.classifier import Difficulty
     from toastkit.gears.thresholds import monitor_options, origin_of
 
@@ -59,8 +58,8 @@ def selector_for(head: Head, rules: GearRules) -> GearSelector:
 
 
 class Follower:
-    """The selector of the run that is under way, and where its state is kept. It is made when the
-    first entropy is known: a decode whose gears come with its tokens has no use for one."""
+    """The selector of the current run, and where its state is kept. It is made at the first
+    entropy: a decode whose gears come with its tokens needs none."""
 
     def __init__(self, rules: GearRules):
         self._rules = rules
@@ -71,7 +70,7 @@ class Follower:
         self._position = -1
 
     def learn(self, frame: Frame) -> None:
-        """Learns from a frame where runs begin and end, and what of a prompt was new."""
+        """Learn from a frame where runs begin and end, and which part of a prompt was new."""
         if isinstance(frame, Head):
             self._begin(frame)
         elif isinstance(frame, Prefilled):
@@ -81,14 +80,14 @@ class Follower:
 
     def _begin(self, head: Head) -> None:
         self._head, self._prefilled, self._selector, self._position = head, None, None, -1
-        # A stream from a file names a run that is over: nothing new is learnt of its session. Nor
-        # is one of ours where we may not look.
+        # A stream from a file names a run that is over, from which nothing is learnt of its
+        # session; likewise one of ours that we may not look at.
         live = head.run is None or (isinstance(head.run, str) and os.path.exists(head.run))
         self._session = Path(head.session) if live and head.session is not None else None
 
     def _start(self, head: Head) -> GearSelector:
-        """A selector for the run; the one that the session kept, where it holds the prompt and
-        nothing else, and was followed by the same rules."""
+        """A selector for the run: the session's stored one, if it covers the prompt and nothing
+        else, and followed the same rules."""
         selector = selector_for(head, self._rules)
         frame, session = self._prefilled, self._session
         if frame is None or frame.n_new or session is None:
@@ -108,15 +107,15 @@ class Follower:
         return former
 
     def annotate(self, frame: Logits | Token, entropy: float) -> None:
-        """Fills what the frame has room for; entropy: bits, of the logits at its position.
-        Raises UsageError, DataError where the run's thresholds are none."""
+        """Fill the frame's fields; entropy: bits, of the logits at its position. Raises UsageError,
+        DataError for invalid thresholds."""
         if self._selector is None:
             if self._head is None:
                 return
             self._selector = self._start(self._head)
         selector = self._selector
-        frame.entropy = round(entropy, 6)  # what the frame says, so that all ways agree
-        # A position that was seen before the last run stopped is not counted twice.
+        frame.entropy = round(entropy, 6)  # the frame's value, so that all paths agree
+        # A position seen before the last run stopped is not counted twice.
         seen = selector.last if frame.pos <= self._position else None
         decision = seen or selector.update(frame.entropy)
         self._position = max(self._position, frame.pos)
@@ -131,17 +130,17 @@ class Follower:
             self._rules.explain(f"position {frame.pos}: {decision.gear}, {decision.reason}")
 
     def end(self) -> None:
-        """The run is over and its session, if it has one, committed."""
+        """The run is over and its session, if any, committed."""
         selector, session = self._selector, self._session
         self._head = self._selector = None
         if selector is None or session is None or self._position < 0:
             return
         committed = gear_state.committed(session)
-        # Its last token may have been read without logits to be seen.
+        # Its last token may have been read without emitting logits.
         if committed is None or committed[0] - self._position not in (0, 1):
             return
         state = {"position": self._position, "selector": selector.state()}
         try:
             gear_state.save(session, *committed, state)
         except ToastError:
-            pass  # no part of a commit: the next run begins anew, and that is all
+            pass  # not part of a commit: the next run merely begins anew

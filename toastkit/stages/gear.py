@@ -1,6 +1,6 @@
-"""entropy-gear: annotates logits with entropy, its course, and the gear for the next pass.
+"""entropy-gear: annotate logits with entropy, its trend, and the gear for the next pass.
 
-It decides and does nothing else: decode shifts, where it was told to (`--gear auto`).
+It only decides: decode shifts, if told to (`--gear auto`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from toastkit.stages.streams import ends_run, whole_runs, with_logits
 
 
 def gear(frames: Iterable[Frame], rules: GearRules) -> Iterator[Frame]:
-    """Fills entropy, mean, slope, gear, shifted, reason and expected of every logits frame."""
+    """Fill entropy, mean, slope, gear, shifted, reason and expected of every logits frame."""
     from toastkit.stages.arrays import LogitsReader
 
     follower, reader = Follower(rules), LogitsReader()
@@ -29,14 +29,14 @@ def gear(frames: Iterable[Frame], rules: GearRules) -> Iterator[Frame]:
 
 
 def followed(frames: Iterable[Frame], follower: Follower) -> Iterator[Frame]:
-    """The frames; the follower learns where runs begin and end."""
+    """Pass frames on; the follower learns where runs begin and end."""
     for frame in frames:
         follower.learn(frame)
         yield frame
 
 
 def entropy_on_device(frames: Iterable[Frame]) -> Iterator[Frame]:
-    """Puts the entropy of each step into its graph, unread (003, section 3.6)."""
+    """Add the entropy of each step to its graph, unevaluated (003, section 3.6)."""
     from toastkit.gears.entropy_graph import entropy_bits as device_entropy
 
     for frame in frames:
@@ -46,7 +46,7 @@ def entropy_on_device(frames: Iterable[Frame]) -> Iterator[Frame]:
 
 
 def measured(frames: Iterable[Frame]) -> Iterator[Frame]:
-    """Fills the entropy of every logits frame, and says no gear."""
+    """Fill the entropy of every logits frame, and no gear."""
     from toastkit.stages.arrays import LogitsReader
 
     reader = LogitsReader()
@@ -59,7 +59,7 @@ def measured(frames: Iterable[Frame]) -> Iterator[Frame]:
 
 
 def in_gear(frames: Iterable[Frame], gear: str) -> Iterator[Frame]:
-    """Writes the one gear that the model runs in into every token frame."""
+    """Write the model's fixed gear into every token frame."""
     for frame in frames:
         if isinstance(frame, Token):
             frame.gear = gear

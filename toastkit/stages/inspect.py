@@ -1,4 +1,4 @@
-"""What `toast-frames` does between a reader and a writer: choose, slice, count, make inline."""
+"""`toast-frames` between reader and writer: select, slice, count, inline."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def choose(
 
 
 def make_inline(frames: Iterable[Frame]) -> Iterator[Frame]:
-    """Replaces references by the arrays they point to, while the run still has them."""
+    """Replace references by the arrays they point to, while the run still has them."""
     from toastkit.stages.arrays import LogitsReader, from_numpy
 
     reader = LogitsReader()
@@ -55,8 +55,8 @@ def make_inline(frames: Iterable[Frame]) -> Iterator[Frame]:
 
 @dataclass
 class Statistics:
-    """Counts over a stream. bytes: of all frames as they are on a pipe. seconds: of decode. Gears
-    and entropies are those of logits, and where a sampler took them out, of the tokens."""
+    """Counts over a stream. bytes: of all frames as on a pipe. seconds: of decode. Gears and
+    entropies are those of logits or, if a sampler took these out, of the tokens."""
 
     frames: int = 0
     bytes: int = 0
@@ -70,10 +70,10 @@ class Statistics:
     entropy_count: int = 0
     logprob_sum: float = 0.0
     logprob_count: int = 0
-    _measured: int | None = field(default=None, repr=False)  # position of the logits before
+    _measured: int | None = field(default=None, repr=False)  # position of the preceding logits
 
     def add(self, frame: Frame) -> None:
-        """Counts one frame."""
+        """Count one frame."""
         self.frames += 1
         self.bytes += len(dumps(frame))
         self.kinds[kind_of(frame)] += 1
@@ -98,7 +98,7 @@ class Statistics:
             self.ends["error"] += 1
 
     def _measure(self, frame: Logits | Token) -> None:
-        """Counts a step's gear and entropy."""
+        """Count a step's gear and entropy."""
         if frame.gear is not None:
             self.gears[frame.gear] += 1
         if isinstance(frame.entropy, (int, float)):
@@ -106,7 +106,7 @@ class Statistics:
             self.entropy_count += 1
 
     def summary(self) -> dict:
-        """The counts as plain data, means where there was something to take one of."""
+        """The counts as plain data, with means where defined."""
 
         def mean(total: float, count: int) -> float | None:
             return round(total / count, 6) if count else None

@@ -1,7 +1,7 @@
-"""Frames as JSON lines and back, as in toast-frames(5): for awk, jq and eyes.
+"""Frames as JSON lines and back, as in toast-frames(5): for awk, jq and people.
 
-A line is bounded before it is parsed: in bytes, and in values by its commas and brackets, which
-those in strings only make more of.
+A line is bounded before parsing: in bytes, and in values by its commas and brackets, of which those
+in strings only add to the count.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MAX_LINE_VALUES = 1 << 21
 def to_json(frame: Frame, arrays: str, top: int, read: Any) -> str:
     """One line, without the newline.
 
-    arrays: "topk", "base64" or "none". top: how many entries of a top-k list.
-    read(value): the numpy array of an Array or Reference, as LogitsReader.read.
+    arrays: "topk", "base64" or "none". top: entries of a top-k list. read(value): the numpy array
+    of an Array or Reference, as LogitsReader.read.
     """
     fields = _shown(to_map(frame))
     if isinstance(frame, Tokens):
@@ -59,7 +59,7 @@ def to_json(frame: Frame, arrays: str, top: int, read: Any) -> str:
 
 
 def from_json(line: str | bytes) -> Frame:
-    """The frame of one line. Raises DataError with one line that says what is wrong."""
+    """The frame of one line. Raises DataError with a one-line message."""
     line = line.encode("utf-8", "surrogatepass") if isinstance(line, str) else line
     if sum(map(line.count, (b",", b"[", b"{"))) > MAX_LINE_VALUES:
         raise DataError(f"more than {MAX_LINE_VALUES} values")
@@ -82,7 +82,7 @@ def from_json(line: str | bytes) -> Frame:
     except (Invalid, ValueError) as error:
         raise DataError(str(error)) from error
     try:
-        return next(FrameReader(io.BytesIO(data)))  # one set of rules, on the wire and here
+        return next(FrameReader(io.BytesIO(data)))  # same rules as on the wire
     except FrameError as error:
         raise DataError(error.message.partition(": ")[2]) from error
 
@@ -98,8 +98,8 @@ def json_frames(stream: Any) -> Iterator[Frame]:
 
 
 def lines(stream: Any) -> Iterator[bytes]:
-    """The lines of a stream with a `read1`, each as soon as it is whole. Raises DataError for one
-    of more than MAX_LINE_BYTES."""
+    """The lines of a stream with a `read1`, each as soon as it is complete. Raises DataError for
+    one of more than MAX_LINE_BYTES."""
     held: list[bytes] = []
     size = count = 0
     while data := stream.read1(1 << 16):
@@ -136,8 +136,8 @@ def _top(values: Any, count: int) -> dict:
 
 
 def _shown(value: Any) -> Any:
-    """The value with objects for what json writes without asking `_plain`: ext types, which are
-    tuples, and numbers that are not finite."""
+    """Wrap in objects what json would write without calling `_plain`: ext types, which are tuples,
+    and non-finite numbers."""
     if isinstance(value, msgpack.ExtType):
         return _plain(value)
     if isinstance(value, float):
@@ -148,7 +148,7 @@ def _shown(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no type for, in the fields of newer schemas."""
+    """Convert what JSON has no type for, in the fields of newer schemas."""
     if isinstance(value, Reference):
         return {"slot": value.slot, "seq": value.seq, "dtype": value.dtype,
                 "shape": list(value.shape)}  # fmt: skip
@@ -165,7 +165,7 @@ def _plain(value: Any) -> Any:
 
 
 def _restore(name: str, value: Any) -> Any:
-    """The value of a name, with that in it which `_plain` and `_shown` have made objects."""
+    """The value of a name, undoing `_plain` and `_shown`."""
     if isinstance(value, list):
         return [_restore("", part) for part in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""prefill: runs prompts through the model into sessions. tokens in, `prefilled` out."""
+"""prefill: run prompts through the model into sessions. tokens in, `prefilled` out."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def prefill(
     options: ReadOptions,
     interrupt: Interrupt,
 ) -> Iterator[Frame]:
-    """Reads each run's prompt and hands the state to decode.
+    """Read each run's prompt and hand the state to decode.
 
-    engine_for(head): the engine of that head's model. runs: where sessions are and who decodes.
-    An interrupted prompt is committed as far as it got, and the run ends there.
+    engine_for(head): the engine of that head's model. runs: where sessions are and who decodes. An
+    interrupted prompt is committed as far as it got, and the run ends there.
     """
     with closing(runs):
         head: Head | None = None
@@ -35,7 +35,7 @@ def prefill(
         for frame in whole_runs(frames, lambda f: isinstance(f, Tokens) and f.final):
             if isinstance(frame, Head):
                 if options.fork is not None:
-                    open_fork(options.fork, frame).close()  # a missing one is noticed at once
+                    open_fork(options.fork, frame).close()  # report a missing one at once
                 head, ids = runs.begin(frame), []
                 yield head
             elif isinstance(frame, Tokens):
@@ -88,7 +88,7 @@ def _read(
 
 
 def check_prompt(ids: list[int], engine: StepEngine) -> None:
-    """Raises DataError for a prompt that the model cannot read."""
+    """Raise DataError for a prompt that the model cannot read."""
     if not ids:
         raise DataError("empty prompt")
     check_ids(ids, engine.vocab)

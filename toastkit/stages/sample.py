@@ -1,7 +1,7 @@
-"""sample: draws a token from each step's logits and tells decode which one.
+"""sample: sample a token from each step's logits and tell decode which one.
 
 The end of an answer is decided here (end-of-turn token, or length); decode commits and answers with
-the run's `end`, which is passed on with the number of tokens that were drawn.
+the run's `end`, which is passed on with the number of sampled tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class DrawOptions(NamedTuple):
-    """sampling: the chain. top: how many alternatives a token frame lists. max_tokens: that are
-    drawn, None for no limit. ignore_eos: end-of-turn tokens do not end the answer. want_logprob:
-    whether anybody reads them."""
+    """sampling: the chain. top: alternatives listed in a token frame. max_tokens: to sample, None
+    for no limit. ignore_eos: end-of-turn tokens do not end the answer. want_logprob: somebody reads
+    them."""
 
     sampling: SamplingOptions
     top: int = 0
@@ -36,9 +36,9 @@ def sample(
     sampler_for: Callable[[Head], tuple[Any, DrawOptions]],
     feed: Feed,
 ) -> Iterator[Frame]:
-    """Draws on the host: each token is known, sent and passed on before the next frame is read.
+    """Sample on the host: each token is known, sent and passed on before the next frame is read.
 
-    sampler_for(head): a HostSampler for that vocabulary, and the options to draw with.
+    sampler_for(head): a HostSampler for that vocabulary, and the options to sample with.
     """
     from toastkit.stages.arrays import LogitsReader
 
@@ -55,14 +55,14 @@ def sample(
             yield frame
         elif isinstance(frame, Logits):
             if run.ended is not None:
-                continue  # a replayed stream goes on where this answer has ended
+                continue  # a replayed stream continues beyond the end of this answer
             token = sampler.choose(reader.read(frame.logits), frame.pos, run.history)
             run.advance(token)
             feed.send(frame.pos, Next(token, run.ended, frame.gear, frame.expected))
-            # What else there is to say of it is computed while decode takes the next step.
+            # Everything else about it is computed while decode takes the next step.
             yield run.token(frame, sampler.describe(options.top, options.want_logprob))
         elif isinstance(frame, Token):
-            continue  # of an earlier draw, in a replayed stream
+            continue  # of an earlier sampling, in a replayed stream
         elif isinstance(frame, End):
             feed.finish()
             yield run.end(frame)
@@ -77,12 +77,12 @@ def sample_deferred(
     feed: Feed,
     follower: Follower | None = None,
 ) -> Iterator[Frame]:
-    """Draws on the device: the token goes back unread, the next step is submitted, and only then is
-    the token read, so that the device never waits for the host (as mlx_lm.generate_step does).
+    """Sample on the device: the token goes back unread, the next step is submitted, and only then
+    is the token read, so that the device never waits for the host (as mlx_lm.generate_step does).
 
-    sampler_for(head): a DeviceSampler for that vocabulary, and the options to draw with. follower:
-    chooses the gear of the next pass; the token is then read first, together with the entropy that
-    the choice hangs on, in the one synchronisation a token (003, section 3.6).
+    sampler_for(head): a DeviceSampler for that vocabulary, and the options to sample with.
+    follower: chooses the gear of the next pass; the token is then read first, together with the
+    entropy that the choice depends on, in the one synchronisation per token (003, section 3.6).
     """
     import mlx.core as mx
 
@@ -102,7 +102,7 @@ def sample_deferred(
                 size = options.sampling.penalty_context
                 if waiting is None:
                     recent = mx.array(run.history[-size:], mx.uint32)
-                else:  # on the device: the newest has not been read yet
+                else:  # on the device: the newest is not read yet
                     recent = mx.concatenate([recent, waiting[1].id.reshape(1)])[-size:]
             drawn = sampler.draw(frame.logits, frame.pos, recent, options.top, options.want_logprob)
             extra = [] if frame.entropy is None else [frame.entropy]
@@ -132,7 +132,7 @@ def sample_deferred(
 
 
 def _read(run: _Run, waiting: tuple[Logits, Any], feed: Feed) -> Iterator[Frame]:
-    """Waits for a drawn token: the one synchronisation a token."""
+    """Wait for a sampled token: the one synchronisation per token."""
     if run.ended is not None:
         return
     frame, drawn = waiting
@@ -146,7 +146,7 @@ def _read(run: _Run, waiting: tuple[Logits, Any], feed: Feed) -> Iterator[Frame]
 
 
 def _signed(head: Head, options: DrawOptions) -> Head:
-    """The head with what it takes to draw the same tokens again."""
+    """The head with what it takes to reproduce the tokens."""
     chain = options.sampling
     record = {"temperature": chain.temperature, "seed": chain.seed}
     return replace(head, extra={**head.extra, "sampling": record})
@@ -154,7 +154,7 @@ def _signed(head: Head, options: DrawOptions) -> Head:
 
 @dataclass
 class _Run:
-    """One answer in the making. ended: the reason, once it is known."""
+    """One answer in progress. ended: the reason, once known."""
 
     head: Head
     options: DrawOptions
@@ -163,12 +163,12 @@ class _Run:
     ended: str | None = None
 
     def note(self, frame: Frame) -> None:
-        """Prompt tokens count as history for the penalties."""
+        """Add prompt tokens to the history for the penalties."""
         if isinstance(frame, Tokens) and self.options.sampling.needs_history:
             self.history += unpack_ids(frame.ids)
 
     def advance(self, token: int) -> None:
-        """Counts a token that was drawn; notices the end of the answer."""
+        """Count a sampled token; detect the end of the answer."""
         self.drawn += 1
         if self.options.sampling.needs_history:
             self.history.append(token)
@@ -178,11 +178,11 @@ class _Run:
             self.ended = "length"
 
     def token(self, frame: Logits, drawn: Any) -> Token:
-        """The frame for a token that was drawn."""
+        """The frame of a sampled token."""
         logprob = round(drawn.logprob, 6) if self.options.want_logprob else None
         top = drawn.top and [[token, round(value, 6)] for token, value in drawn.top]
         return Token(frame.pos, drawn.id, logprob, top, frame.gear, frame.entropy)
 
     def end(self, frame: End) -> End:
-        """decode's end, with our own count and, where the answer ended here, our own reason."""
+        """decode's end, with our own count and, if the answer ended here, our own reason."""
         return replace(frame, reason=self.ended or frame.reason, n=self.drawn)

@@ -1,4 +1,4 @@
-"""What every stage asks of its input: whole runs, and errors from upstream raised here."""
+"""What every stage requires of its input: whole runs, and upstream errors raised here."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Stage = Callable[[Iterable[Frame]], Iterator[Frame]]
 
 
 def whole_runs(frames: Iterable[Frame], closes: Callable[[Frame], bool]) -> Iterator[Frame]:
-    """Passes frames on and checks that the stream is made of whole runs.
+    """Pass frames on and check that the stream consists of whole runs.
 
-    closes(frame): whether the frame completes a run as far as this stage is concerned. What a
-    recorded stream holds of the run after that is left out.
-    Raises RemoteError at an error frame, DataError where a run is cut off (its writer was killed,
-    say), begins with something else than a head, or where there is no run at all; and at the end of
-    the stream where a run ended in an error that no frame has told.
+    closes(frame): True if the frame completes a run for this stage. Recorded frames of the run
+    after that are dropped.
+    Raises RemoteError at an error frame, DataError if a run is cut off
+    (its writer was killed, say), does not begin with a head, or if there is no run at all; and at
+    the end of the stream if a run ended in an error that no frame has reported.
     """
     seen = inside = failed = False
     for frame in frames:
@@ -53,7 +53,7 @@ def whole_runs(frames: Iterable[Frame], closes: Callable[[Frame], bool]) -> Iter
 
 
 def _missing(last: Frame) -> str | None:
-    """A hint at who should have gone on behind the last frame of a stream."""
+    """Hint at the stage that should have followed the last frame of a stream."""
     if isinstance(last, Prefilled):
         return "is toast-decode missing?"
     written = isinstance(last, Tokens) and last.final
@@ -65,7 +65,7 @@ def _failed(frame: Frame) -> bool:
 
 
 def with_logits(frames: Iterable[Frame], hint: str) -> Iterator[Frame]:
-    """Whole runs for a stage that reads logits. Raises DataError where tokens come without any."""
+    """Whole runs for a stage that reads logits. Raises DataError if tokens come without any."""
     seen = False
     for frame in frames:
         if isinstance(frame, Logits):
@@ -80,8 +80,8 @@ def with_logits(frames: Iterable[Frame], hint: str) -> Iterator[Frame]:
 def with_tokens(frames: Iterable[Frame], awaited: Callable[[], bool]) -> Iterator[Frame]:
     """Whole runs for a stage that reads tokens. awaited: whether a decode waits for them.
 
-    Raises DataError where there are none, though the model took steps: at the first logits where
-    decode waits, since no more would ever come; else at the run's end.
+    Raises DataError if there are none, though the model took steps: at the first logits if decode
+    waits, since no more would ever come; else at the run's end.
     """
     logits = tokens = False
     for frame in frames:
@@ -102,12 +102,12 @@ def with_tokens(frames: Iterable[Frame], awaited: Callable[[], bool]) -> Iterato
 
 
 def ends_run(frame: Frame) -> bool:
-    """Whether a frame is the end of a run."""
+    """True if a frame is the end of a run."""
     return isinstance(frame, End)
 
 
 def compose(frames: Iterable[Frame], *stages: Stage) -> Iterator[Frame]:
-    """Runs stages one after another in this process, as a pipe would."""
+    """Chain stages in this process, as a pipe would."""
     for stage in stages:
         frames = stage(frames)
     return iter(frames)

@@ -1,4 +1,4 @@
-"""How a run spent its tokens: a line on its gears once it is over."""
+"""A summary line of a run's gears once it is over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toastkit.text.exact_numbers import counted
 
 
 def tallied(frames: Iterable[Frame], say: Callable[[str], None]) -> Iterator[Frame]:
-    """The frames, as entropy-gear has annotated them; a line is said at the end of each run."""
+    """Pass on frames annotated by entropy-gear; say one line at the end of each run."""
     gears: Counter[str] = Counter()
     entropies: list[float] = []
     shifts = 0

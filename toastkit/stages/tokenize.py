@@ -1,4 +1,4 @@
-"""tokenize: prompts into token frames, through the checkpoint's chat template where it has one."""
+"""tokenize: prompts into token frames, through the checkpoint's chat template if it has one."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from toastkit.text.exact_numbers import are, counted
 from toastkit.text.messages import AS_TEXT, content_text, documents, with_text
 from toastkit.text.tokenizer import Tokenizer
 
-# Room that --truncate leaves for the answer when --max-tokens does not say how much it needs.
+# Room that --truncate leaves for the answer without --max-tokens.
 ANSWER_ROOM = 256
-MOST_TOKENS = 1 << 20  # of a prompt, where the config names no context
-MOST_CLASSIFIED = 1 << 17  # characters that a guess at the difficulty looks at
-KEPT_HEAD = 1 << 10  # characters of a text that --truncate leaves before what it may keep
+MOST_TOKENS = 1 << 20  # of a prompt, if the config gives no context length
+MOST_CLASSIFIED = 1 << 17  # characters examined to guess the difficulty
+KEPT_HEAD = 1 << 10  # characters of a text that --truncate keeps before its tail
 
 
 class PromptOptions(NamedTuple):
     """raw: no chat template. generation_prompt: the template opens the assistant's turn.
     template_arguments: variables for the template. tools: JSON schemas for it. truncate: shorten a
-    prompt that is too long, leaving room for max_tokens. note: is told one line when that happens,
-    and one for each variable that the template makes no use of."""
+    prompt that is too long, leaving room for max_tokens. note: called with one line when that
+    happens, and one for each variable that the template ignores."""
 
     raw: bool = False
     generation_prompt: bool = True
@@ -61,8 +61,8 @@ def at(where: str | None) -> Iterator[None]:
 
 
 def difficulty(prompt: Prompt) -> dict[str, Any]:
-    """How hard a prompt looks, as a head tells it to those who choose gears: of what is asked now,
-    which is raw text or the last message, and not of the history before it."""
+    """How hard a prompt looks, as put into a head for gear selection: judged by the raw text or the
+    last message, not by the history before it."""
     from toastkit.gears.classifier import classify
 
     text = prompt.text if prompt.messages is None else content_text(prompt.messages[-1])
@@ -70,9 +70,9 @@ def difficulty(prompt: Prompt) -> dict[str, Any]:
 
 
 class PromptTokenizer:
-    """Renders and tokenises prompts for one checkpoint.
+    """Render and tokenise prompts for one checkpoint.
 
-    tokenizer: the checkpoint's, where it has been read already; else it is read when it is needed.
+    tokenizer: the checkpoint's, if already loaded; else it is loaded on demand.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class PromptTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The checkpoint's, for which its tokenizer is not needed."""
+        """The checkpoint's, which does not require its tokenizer."""
         return fingerprint(self.files)
 
     def render(self, prompt: Prompt) -> str:
-        """The text that is tokenised. Without a template, messages are joined by blank lines."""
+        """The text to tokenise. Without a template, messages are joined by blank lines."""
         if prompt.messages is None:
             return prompt.text or ""
         from toastkit.text.chat_template import CALLS, CHOICE, choose, render
@@ -132,14 +132,15 @@ class PromptTokenizer:
         )
 
     def _note_once(self, line: str) -> None:
-        """Many prompts are rendered with the same options, and one prompt more than once."""
+        """Report a line once: many prompts share their options, and one may be rendered
+        repeatedly."""
         if self._options.note is not None and line not in self._noted:
             self._noted.add(line)
             self._options.note(line)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The prompt's token ids. Raises DataError for an empty one, or one over the context:
-        unread where it cannot fit, and else read no further than that takes."""
+        """The prompt's token ids. Raises DataError for an empty one, or one over the context, which
+        is tokenised no further than it takes to tell."""
         with at(prompt.where):
             return self._encode(prompt)
 
@@ -172,9 +173,9 @@ class PromptTokenizer:
         return short
 
     def _ids(self, prompt: Prompt, text: str | None = None, most: int | None = None) -> list[int]:
-        """Ids of a prompt. text: what it is rendered to, where that is known. most: as of
-        Tokenizer.encode. Raises DataError for one that the model has not, which added tokens and
-        the post-processor may give."""
+        """Ids of a prompt. text: its rendering, if known. most: as in Tokenizer.encode. Raises
+        DataError for ids outside the model's vocabulary, which added tokens and the post-processor
+        may give."""
         templated = prompt.messages is not None and bool(self.tokenizer.templates)
         text = self.render(prompt) if text is None else text
         ids = self.tokenizer.encode_prompt(text, templated, most)
@@ -182,9 +183,9 @@ class PromptTokenizer:
         return ids
 
     def _check_size(self, text: str, limit: int) -> None:
-        """Raises DataError for a text that cannot fit, whatever its tokens are."""
+        """Raise DataError for a text that cannot fit, whatever its tokens are."""
         if len(text) <= pieces.PIECE:
-            return  # to look at a vocabulary takes longer than to read this
+            return  # examining a vocabulary takes longer than tokenising this
         reach = self.tokenizer.reach
         if reach is not None and len(text) > limit * reach:
             count = f"the prompt has {len(text)} characters, {limit * reach} at most can fit"
@@ -197,8 +198,8 @@ class PromptTokenizer:
         return DataError(f"{what}, the model's context is {limit}", hint=hint)
 
     def shortened(self, prompt: Prompt, limit: int) -> Prompt:
-        """A prompt of which truncation leaves what it leaves of this one, or this one itself: long
-        texts without their middle. Nothing of that can stay, and it is not read."""
+        """An equivalent of this prompt for truncation, or itself: long texts without a middle that
+        cannot be kept, which is then not tokenised."""
         if prompt.messages is None:
             text = self._ends(prompt.text or "", limit)
             return prompt if text == prompt.text else Prompt(text=text)
@@ -213,8 +214,8 @@ class PromptTokenizer:
         return Prompt(messages=messages)
 
     def _ends(self, text: str, limit: int) -> str:
-        """A text's beginning, and its end from more than 2 * limit tokens before it on: of those
-        at most `limit` are kept, which are too far from the cut to depend on it."""
+        """A text's beginning, and its end with more than 2 * limit tokens: at most `limit` of those
+        are kept, too far from the cut to depend on it."""
         size = 8 * limit
         while KEPT_HEAD + size < len(text):
             end = text[-size:]
@@ -224,13 +225,13 @@ class PromptTokenizer:
         return text
 
     def turning_points(self, prompt: Prompt, ids: list[int]) -> list[int]:
-        """Where other prompts may part from this one: positions to resume at, ascending.
+        """Where other prompts may branch off this one: positions to resume at, ascending.
 
         ids: of the prompt. The first is where its last message begins, for another message after
-        the same history; the second is how far the next turn will begin like this one, whatever
-        the answer is: templates open the assistant's turn otherwise than they write it later, and
-        some drop what was thought in earlier turns. Found by rendering such prompts. Fewer where
-        the template refuses them.
+        the same history; the second is how far the next turn will share its beginning, whatever the
+        answer: templates open the assistant's turn differently from how they render it later, and
+        some drop the reasoning of earlier turns. Found by rendering such prompts. Fewer if the
+        template refuses them.
         """
         if prompt.messages is None or not self.tokenizer.templates:
             return []
@@ -248,7 +249,7 @@ class PromptTokenizer:
         return sorted(n for n in found if 0 < n < len(ids))
 
     def _common_tokens(self, text: str, ids: list[int], other: Prompt) -> int:
-        """How many tokens two prompts begin with in common, up to where a special token begins:
+        """Length of the common token prefix of two prompts, up to where a special token begins:
         there the tokens on the left do not depend on what is to the right."""
         end = common_prefix(text, self.render(other))
         special = filter(None, self.tokenizer.special_texts)
@@ -261,8 +262,8 @@ class PromptTokenizer:
         return max(count - 1, 0)
 
     def _truncate(self, prompt: Prompt, whole: Prompt, ids: list[int], room: int) -> list[int]:
-        """Cuts the beginning off: of the tokens of a raw prompt, of the longest message else, so
-        that the template stays whole. whole: the prompt before it was shortened."""
+        """Drop tokens from the beginning: of a raw prompt, else of the longest message, so that the
+        template stays intact. whole: the prompt before it was shortened."""
         if prompt.messages is None or whole.messages is None:
             return ids[-room:]
         messages = list(prompt.messages)
@@ -274,9 +275,9 @@ class PromptTokenizer:
             content = self.tokenizer.encode(text, add_special=False)
             if not content:
                 raise DataError(f"the prompt cannot be cut down to {counted(room, 'token')}")
-            # Half a character has more tokens than it had: it goes with the rest.
+            # Half a character has more tokens than the whole: it is dropped too.
             left = self.tokenizer.decode(content[excess + more :]).lstrip("\ufffd")
-            if len(left) >= len(text):  # what sentencepiece puts before any text comes again
+            if len(left) >= len(text):  # sentencepiece prefixes any text again
                 more += 1
                 continue
             messages[longest] = with_text(messages[longest], left, keep=True)
@@ -304,7 +305,7 @@ def tokenize(
     session: str | None = None,
     rated: bool = True,
 ) -> Iterator[Frame]:
-    """A run for each prompt: its head and its tokens. rated: the head says how hard the prompt
+    """A run for each prompt: its head and its tokens. rated: the head tells how hard the prompt
     looks."""
     head: Head | None = None
     for prompt in prompts:

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class LocalFeed:
-    """The feed of a run, as `sample` and `detokenize` see it: here a deque."""
+    """The feed of a run for `sample` and `detokenize`: here a deque."""
 
-    awaited = False  # by nobody but this process
+    awaited = False  # by no other process
 
     def __init__(self) -> None:
         self.waiting: deque[Next] = deque()
         self.closed: str | None = None
 
     def begin(self, head: Head) -> None:
-        """Takes the next run."""
+        """Start the next run."""
         self.waiting.clear()
         self.closed = None
 
@@ -35,19 +35,19 @@ class LocalFeed:
         self.waiting.append(following)
 
     def close(self, reason: str) -> None:
-        """Ends the run before any token that waits."""
+        """End the run before any pending token."""
         self.closed = self.closed or reason
 
     def finish(self) -> None:
-        """Nothing to let go here."""
+        """Nothing to release here."""
 
 
 class LocalRuns(SessionRuns):
     """Both ends at once: see `protocol.PrefillRuns` and `protocol.DecodeRuns`.
 
-    session_name: the session to keep the state in, None to keep it in memory only.
-    reader_gone: tells whether the reader of the output has closed it. deferred: tokens are drawn on
-    the device and come back unread; else they come back as numbers.
+    session_name: the session to keep the state in, None to keep it in memory only. reader_gone:
+    returns True once the output's reader has closed it. deferred: tokens are sampled on the device
+    and come back unread; else as numbers.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class LocalRuns(SessionRuns):
     def emit(self, state: State, started: float | None) -> Iterator[Frame]:
         if not self.deferred:
             state.submit()
-            self._engine.look_ahead(state)  # while the last of this step is computed
+            self._engine.look_ahead(state)  # while the rest of this step is computed
         yield Logits(len(state.tokens), state.logits, experts=experts_of(state))
 
     def consume(self, state: State, token: Any, wish: Wish) -> None:

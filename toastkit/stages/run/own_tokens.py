@@ -1,4 +1,4 @@
-"""Tokens for a decode that has no sampler downstream: the most likely ones, or given ones."""
+"""Tokens for a decode without a sampler downstream: greedy, or given."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GreedyFeed:
     """The most likely token of each step, until an end-of-turn token."""
 
     def begin(self, head: Head) -> None:
-        """Takes the next run."""
+        """Start the next run."""
         self._eos = frozenset(head.eos)
 
     def choose(self, logits: memoryview[float]) -> Next | None:
@@ -37,7 +37,7 @@ class GreedyFeed:
 
 
 class ForcedFeed:
-    """The given tokens, one a step; the run ends after the last (scoring).
+    """The given tokens, one per step; the run ends after the last (scoring).
 
     ids: the tokens of every run, or None to take those that follow `prefilled` in the stream.
     """
@@ -46,10 +46,10 @@ class ForcedFeed:
         self._given = ids
         self._waiting: deque[int] = deque()
         self._frames: Iterator[Frame] = iter(())
-        self._next: Frame | None = None  # which was seen, and is the next run's
+        self._next: Frame | None = None  # looked ahead at: the next run's
 
     def listen(self, frames: Iterable[Frame]) -> Iterator[Frame]:
-        """The stream, from which tokens are taken when the next one is wanted."""
+        """Pass the stream on; tokens are taken out of it on demand."""
         self._frames = iter(frames)
         return self._rest()
 
@@ -59,11 +59,11 @@ class ForcedFeed:
             yield frame
 
     def begin(self, head: Head) -> None:
-        """Takes the next run."""
+        """Start the next run."""
         self._waiting = deque(self._given or ())
 
     def choose(self, logits: memoryview[float]) -> Next | None:
-        """The next given token, None after the last. logits: float32 (vocab,), not looked at."""
+        """The next given token, None after the last. logits: float32 (vocab,), unused."""
         if not self._waiting and self._given is None and self._next is None:
             self._pull()
         return Next(self._waiting.popleft()) if self._waiting else None
@@ -84,7 +84,7 @@ class ForcedFeed:
 
 
 def forced_ids(name: str) -> list[int]:
-    """Token ids from a file: decimal numbers, or frames of which the token frames count."""
+    """Token ids from a file: decimal numbers, or the token frames among frames."""
     try:
         with open(name, "rb") as file:
             frames = FrameReader(file) if starts_frames(file.peek(1)) else bare_ids(file)

@@ -34,8 +34,8 @@ class DecodeEnd:
     """decode's side of runs: see `protocol.DecodeRuns`.
 
     own: chooses the tokens here; None waits for them on the run's FIFO. inline: logits travel in
-    the frames; else through the ring, which a reader must not fall behind of. follower: chooses the
-    gears where no token that comes back names one.
+    the frames; else through the ring, which a reader must not fall behind. follower: chooses the
+    gears if the tokens that come back name none.
     """
 
     interrupt: Interrupt
@@ -58,7 +58,8 @@ class DecodeEnd:
 
 
 class PipeRun:
-    """A run on decode's side: see `protocol.DecodeRun`. session_path: where the state is from."""
+    """A run on decode's side: see `protocol.DecodeRun`. session_path: where the state comes
+    from."""
 
     deferred = False
 
@@ -79,7 +80,7 @@ class PipeRun:
         self._step: tuple[Logits, State] | None = None
 
     def open(self) -> None:
-        """Joins the run that prefill began, or begins one; takes its FIFO."""
+        """Join the run that prefill began, or begin one; open its FIFO."""
         self._join()
         if self._directory is None:
             self._session = Session.open(self._session_path, self.head.fingerprint, create=False)
@@ -93,7 +94,7 @@ class PipeRun:
         self.head = dataclasses.replace(self.head, run=str(run.path))
 
     def _join(self) -> None:
-        """The run that prefill began, if prefill is still there: a stream from a file names one
+        """The run that prefill began, if prefill is still alive: a stream from a file names one
         that is over."""
         if not isinstance(self.head.run, str):
             return
@@ -116,7 +117,7 @@ class PipeRun:
             )
         check_vocab(self.head, engine)
         if not self._end.inline:
-            assert self._directory is not None  # open
+            assert self._directory is not None  # opened by `open`
             self._ring = RingWriter(ring_of(self._directory.path), engine.vocab)
         self._engine = engine
         state, _ = engine.restore(session, ids)
@@ -125,7 +126,7 @@ class PipeRun:
         return state
 
     def _adopted(self) -> Session:
-        """The session, under the lock that prefill gives."""
+        """The session, under the lock handed over by prefill."""
         if self._client is not None:
             try:
                 lock = self._client.receive()
@@ -150,7 +151,7 @@ class PipeRun:
             return
         chosen = None if self._end.interrupt else own.choose(values)
         if chosen is not None and isinstance(chosen.token, int):
-            token, logprob = chosen.token, None  # as it is for a token outside the logits
+            token, logprob = chosen.token, None  # as for a token outside the logits
             if 0 <= token < len(values):
                 from toastkit.stages.arrays import log_softmax
 
@@ -161,17 +162,17 @@ class PipeRun:
 
     @property
     def _measured(self) -> bool:
-        """Whether somebody asks for the entropy of each step."""
+        """True if the entropy of each step is wanted."""
         return self._ring is not None or self._end.follower is not None
 
     def _sent(self, state: State, values: memoryview[float]) -> Array | Reference:
-        """A state's logits, float32 (vocab,), as they are put into a frame."""
+        """A state's logits, float32 (vocab,), as put into a frame."""
         if self._ring is not None:
             return self._ring.write(values, state.entropy)
         return Array("float32", (len(values),), values.cast("B"))
 
     def _follow(self, frame: Logits, state: State) -> None:
-        """Chooses the gear of the pass after a state's logits."""
+        """Choose the gear of the pass after a state's logits."""
         if self._end.follower is None:
             return
         entropy = state.entropy()
@@ -194,14 +195,14 @@ class PipeRun:
         if interrupt:
             self._messages += self._feed.read_available()
         if not self._messages and not interrupt and self._step is not None:
-            self._step[1].hand_over_ahead(self._measured)  # while the sampler is at work
+            self._step[1].hand_over_ahead(self._measured)  # while the sampler works
         while not self._messages:
             if interrupt or self._wait(self._feed):
                 return Next(None, "interrupt")
         return self._following(self._messages.popleft())
 
     def _following(self, message: FeedMessage) -> Next:
-        """What a message says. Raises DataError where it is about another step than this one."""
+        """Decode a message. Raises DataError if it is about another step."""
         assert self._step is not None  # emit comes before next
         frame, state = self._step
         if message.id is None:
@@ -212,18 +213,18 @@ class PipeRun:
                 hint="do two samplers feed one run? give one of them --no-feed",
             )
         gear, expected = message.gear, message.expected
-        if gear is None:  # no entropy-gear stands in the pipe
+        if gear is None:  # no entropy-gear in the pipe
             self._follow(frame, state)
             gear, expected = frame.gear, frame.expected
-        # A token that was drawn already has been shown: it belongs to what is committed.
+        # A token already sampled has been shown: it belongs to what is committed.
         end = "interrupt" if self._end.interrupt else None
         if message.end:
             end = "eos" if message.id in self.head.eos else "length"
         return Next(message.id, end, gear, expected)
 
     def _wait(self, feed: FeedReader) -> bool:
-        """Waits for the feed; True when a signal came instead. Raises BrokenPipeError when the
-        reader of stdout goes away: no token can come any more."""
+        """Wait for the feed; True if a signal came instead. Raises BrokenPipeError when the reader
+        of stdout goes away: no token can come any more."""
         interrupt = self._end.interrupt
         if self._poll is None:
             self._poll = poll = select.poll()
@@ -247,7 +248,7 @@ class PipeRun:
             if self.keeps(state):
                 state.commit()
         finally:
-            state.session = None  # `close` closes it, when the run has been removed
+            state.session = None  # closed by `close`, after the run has been removed
             state.close()
             if self._end.follower is not None:
                 self._end.follower.end()

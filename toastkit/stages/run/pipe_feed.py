@@ -1,4 +1,4 @@
-"""The feed of a run as `sample`, `detokenize` and `feed` see it between processes: its FIFO."""
+"""The feed of a run between processes, for `sample`, `detokenize` and `feed`: its FIFO."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from toastkit.stages.run.protocol import Next
 
 
 class PipeFeed:
-    """Sends tokens to the decodes that a head names: see `protocol.Feed`. Nobody gets them for a
-    run that is over, so that a saved stream can be drawn from again.
+    """Sends tokens to the decodes that a head names: see `protocol.Feed`. For a run that is over
+    nothing is sent, so that a saved stream can be sampled from again.
 
-    send: False never sends. insist: every run has to be there, and is waited for. opened: a run was
-    to be opened.
+    send: False never sends. insist: every run must exist, and is waited for. opened: a run was to
+    be opened.
     """
 
     def __init__(self, send: bool = True, insist: bool = False):
@@ -31,8 +31,8 @@ class PipeFeed:
         self.open(head.run)
 
     def open(self, run: str | list[str] | None) -> None:
-        """Takes the next run, or several. The FIFO is opened at the first message, by one who
-        insists at once: DataError where no run is named, NoInputError where none is there."""
+        """Start the next run, or several. The FIFO is opened at the first message, or at once if
+        insisting: DataError if no run is named, NoInputError if one does not exist."""
         self.finish()
         self.opened = True
         feeds = [feed_of(path) for path in ([run] if isinstance(run, str) else run or [])]
@@ -50,11 +50,11 @@ class PipeFeed:
         return bool(self._paths)
 
     def send(self, pos: int, following: Next) -> None:
-        """pos: -1 where it is not known. A decode that has ended meanwhile says so in the stream:
-        that is where it is noticed."""
+        """pos: -1 if unknown. A decode that has ended meanwhile reports that in the stream, where
+        it is noticed."""
         if not self._paths:
             return
-        # Prompts of several decodes differ in length: each takes the token for its own next one.
+        # Prompts of several decodes differ in length: each takes the token as its own next one.
         known = pos if pos >= 0 and len(self._paths) == 1 else None
         try:
             if self._writer is None:

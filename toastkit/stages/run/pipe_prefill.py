@@ -15,15 +15,15 @@ from toastkit.session.names import resolve
 from toastkit.session.run import RunDirectory
 from toastkit.stages.run.protocol import SessionRuns
 
-HANDOVER_SECONDS = 2.0  # how long prefill waits for a decode that has not shown up yet
-RUNS_AHEAD = 2  # ephemeral sessions that prefill may fill before decode is done with the first
+HANDOVER_SECONDS = 2.0  # for a decode that has not connected yet
+RUNS_AHEAD = 2  # ephemeral sessions prefilled before decode is done with the first
 
 
 class PrefillEnd(SessionRuns):
     """prefill's side of runs: see `protocol.PrefillRuns`.
 
-    session_name: where to keep the state; the head's session where it is None, and one that
-    vanishes with the run where that is None too.
+    session_name: where to keep the state; if None, the head's session; if that is None too, an
+    ephemeral one.
     """
 
     def __init__(self, session_name: str | None):
@@ -47,8 +47,8 @@ class PrefillEnd(SessionRuns):
         return dataclasses.replace(head, session=str(self._session.path), run=str(self._run.path))
 
     def _await_decode(self, path: Path | None) -> None:
-        """Waits until decode is done with an earlier run of this session, or with the first of
-        several that vanish."""
+        """Wait until decode is done with an earlier run of this session, or with the first of
+        several ephemeral ones."""
         while self._handed:
             earlier, server = self._handed[0]
             if path is None and len(self._handed) < RUNS_AHEAD:
@@ -65,7 +65,7 @@ class PrefillEnd(SessionRuns):
     def announce(self, state: State) -> Array:
         values = state.values()
         logits = Array("float32", (len(values),), values.tobytes())
-        state.session = None  # it stays open: it is to be handed over
+        state.session = None  # it stays open for the hand-over
         state.close()
         return logits
 
@@ -80,9 +80,9 @@ class PrefillEnd(SessionRuns):
             self.close()
 
     def _offer(self, server: HandoverServer) -> bool:
-        """Gives the state to decode, which may be at work on an earlier run for as long as that
-        lasts, or not have read of this one yet. A reader that has read it all and does not come
-        for the state, or says that it will not, is no decode."""
+        """Hand the state to decode, which may be busy with an earlier run for as long as that
+        lasts, or not have read of this one yet. A reader that has read everything and does not come
+        for the state, or declines it, is no decode."""
         while not server.offer(HANDOVER_SECONDS, 1, until_asked=True):
             busy = any(not earlier.wait_done(0) for _, earlier in self._handed)
             if server.unwanted or reader_gone() or not (busy or unread_bytes()):
@@ -90,7 +90,7 @@ class PrefillEnd(SessionRuns):
         return True
 
     def close(self) -> None:
-        """Lets go of a run that was not handed over."""
+        """Release a run that was not handed over."""
         if self._server is not None:
             self._server.close()
         if self._run is not None:

@@ -11,8 +11,8 @@ class ReadOptions(NamedTuple):
     """How a prompt is read into a session.
 
     chunk: tokens per pass, None for the device's default. require_hit: fail unless all that the
-    session holds is reused. fork: session to start from and leave as it is. progress(done, total)
-    is told of every pass. report(cached, total) is told once, before reading begins.
+    session holds is reused. fork: session to start from and leave unchanged. progress(done, total):
+    called after every pass. report(cached, total): called once, before reading begins.
     """
 
     chunk: int | None = None
@@ -23,8 +23,8 @@ class ReadOptions(NamedTuple):
 
 
 class StepOptions(NamedTuple):
-    """How far a decode goes. max_tokens: tokens drawn, None for as many as the context holds.
-    steps: logits frames, None for no limit. inline: logits travel in the stream itself."""
+    """How far to decode. max_tokens: sampled tokens, None for as many as the context holds. steps:
+    logits frames, None for no limit. inline: logits travel in the stream itself."""
 
     max_tokens: int | None = None
     steps: int | None = None
@@ -33,7 +33,7 @@ class StepOptions(NamedTuple):
 
 @dataclass
 class Outcome:
-    """How the runs of a stream ended: each one's reason of `End`, and the last one's tokens."""
+    """How the runs of a stage ended: the reason of each `End`, and the last one's tokens."""
 
     tokens: int = 0
     reasons: list[str] = field(default_factory=list)
