@@ -1,15 +1,15 @@
-"""toast: asks for an answer, wherever it comes from.
+"""toast: get an answer, from a daemon or in this process.
 
-    backend.py         THE seam: a request goes to a backend, replies come back; which one is chosen
-    socket_backend.py  toasted, over its Unix socket
-    local_backend.py   this process, where there is no daemon
-    turn.py            one request and its answer; what of it is worth keeping
-    chats.py           conversations on disk
-    output.py          what of the replies goes to stdout and stderr, in which form
-    extract.py         fenced code blocks
-    repl.py            --chat: turn after turn, from a person or from a pipe
+backend.py         THE seam: a request goes to a backend, replies come back; chooses the backend
+socket_backend.py  toasted, over its Unix socket
+local_backend.py   this process, without a daemon
+turn.py            one request and its answer, and what of it is kept
+chats.py           conversations on disk
+output.py          replies on stdout and stderr
+extract.py         fenced code blocks
+repl.py            --chat: turn after turn, from a person or from a pipe
 
-Requests and replies are those of toasted(7), whoever answers. Start-up is the point: with a daemon
-the request is on its way 60 ms after the shell started us, so nothing here imports numpy, msgpack,
-MLX or a tokenizer before that, and the daemon does the work.
+Requests and replies are those of toasted(7), whatever the backend. Start-up time matters: with a
+daemon the request is sent within 60 ms of the shell starting us, so nothing here imports numpy,
+msgpack, MLX or a tokenizer before that, and the daemon does the work.
 """

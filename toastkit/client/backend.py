@@ -1,5 +1,5 @@
-"""THE seam: who answers. A request goes in, replies come out, both as in toasted(7); who asks does
-not know whether a daemon, this process or, one day, a provider elsewhere is behind it."""
+"""THE seam: a request goes in, replies come out, both as in toasted(7). The caller does not know
+whether a daemon, this process or, one day, a remote provider answers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Replies = Generator[dict[str, Any], None, None]
 
 
 class Backend(Protocol):
-    """Who answers. name: how messages call it, as "the daemon at PATH".
+    """Answers requests. name: in messages, as "the daemon at PATH".
 
-    ask(request) gives the replies as they come, the last one being `end` or `error`; after a signal
-    it stops without them. Closing it cancels the request. It may be called again once the replies
-    before have ended. memory_warning() may be called by a signal handler: memory of this process is
-    wanted elsewhere.
+    ask(request) yields the replies as they come, the last one being `end` or `error`; after a
+    signal it stops without them. Closing it cancels the request. It may be called again once the
+    previous replies have ended. memory_warning() may be called by a signal handler: this process
+    should release memory.
     """
 
     @property
@@ -37,12 +37,11 @@ class Backend(Protocol):
 
 
 class Wanted(NamedTuple):
-    """What the flags say about who shall answer.
+    """The flags that choose a backend.
 
     model: as -m had it, or None. settings: fields of daemon.service_settings.ServiceSettings, for a
-    model in this process. here: no daemon is to be asked. socket: where it listens, None for the
-    usual place. insist: only a daemon will do. say: takes a line for stderr. verbose, quiet: as the
-    flags.
+    model in this process. here: use no daemon. socket: where it listens, None for the default.
+    insist: require a daemon. say: writes a line to stderr. verbose, quiet: as the flags.
     """
 
     model: str | None = None
@@ -56,9 +55,9 @@ class Wanted(NamedTuple):
 
 
 def choose_backend(wanted: Wanted, interrupts: Signals | None = None) -> Backend:
-    """The backend for some flags: the daemon where one answers, else this process.
+    """The backend for these flags: a daemon if one answers, else this process.
 
-    Raises UnavailableError where a daemon was insisted on and none answers.
+    Raises UnavailableError if a daemon is required and none answers.
     """
     if wanted.here:
         return _this_process(wanted, interrupts)
@@ -80,7 +79,7 @@ def _daemon(wanted: Wanted, interrupts: Signals | None) -> Backend | None:
         path = socket_path(wanted.socket)
         found = connect(path, interrupts, _watched())
     except CannotCreateError as error:
-        # The usual directory is somebody else's: no daemon of ours can be there.
+        # The default directory is somebody else's: no daemon of ours can be there.
         if wanted.verbose:
             wanted.say(f"{error.message}: running in this process")
         return None
@@ -98,13 +97,13 @@ def _this_process(wanted: Wanted, interrupts: Signals | None) -> Backend:
 
 
 def _watched() -> int | None:
-    """stdout, where it is something whose reader can go away."""
+    """stdout, if its reader can go away."""
     return STDOUT if is_pipe(STDOUT) else None
 
 
 class OtherModel:
-    """A daemon for as long as it runs the model that is asked for, and this process from the first
-    request on that it refuses because it runs another."""
+    """A daemon for as long as it runs the requested model, and this process from the first request
+    on that it refuses because it runs another."""
 
     def __init__(self, daemon: Backend, wanted: Wanted, interrupts: Signals | None):
         self._backend = daemon
@@ -117,7 +116,7 @@ class OtherModel:
         return self._backend.name
 
     def ask(self, request: dict[str, Any]) -> Replies:
-        """The replies of one or the other; the daemon's refusal is not among them."""
+        """The replies of one or the other, without the daemon's refusal."""
         if not self._refused:
             with closing(self._backend.ask(request)) as replies:
                 for reply in replies:

@@ -1,8 +1,8 @@
-"""Conversations on disk: $XDG_STATE_HOME/toastkit/chats/NAME.jsonl, one message a line.
+"""Conversations on disk: $XDG_STATE_HOME/toastkit/chats/NAME.jsonl, one message per line.
 
-A file is replaced whole, by a rename, after each turn: of two who write at once the last one wins,
-and nobody ever reads half a turn. Conversations without a name share one file, so that only the
-newest of them is kept. The file `last` names the one that `-c` continues.
+A file is replaced atomically, by a rename, after each turn: of two concurrent writers the last one
+wins, and nobody ever reads half a turn. Unnamed conversations share one file, so that only the
+newest is kept. The file `last` names the one that `-c` continues.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from toastkit.private_files import make_private_directories, read_file, replace_
 from toastkit.session.names import resolve
 
 SUFFIX = ".jsonl"
-UNNAMED = ".unnamed"  # no name can begin with a dot
+UNNAMED = ".unnamed"  # users' names cannot begin with a dot
 LAST = "last"
 MAX_BYTES = 64 << 20
 ROLES = ("system", "user", "assistant")
@@ -33,8 +33,8 @@ Message = dict[str, Any]
 
 
 class Chat:
-    """A conversation. name: None where it has none. messages: so far, as a backend takes them.
-    path: its file, which need not exist."""
+    """A conversation. name: None if unnamed. messages: so far, as a backend takes them. path: its
+    file, which need not exist."""
 
     def __init__(self, name: str | None, messages: list[Message] | None = None):
         self.name = name
@@ -48,7 +48,7 @@ class Chat:
         return first.get("content") if first.get("role") == "system" else None
 
     def begin(self, system: str) -> None:
-        """Gives a conversation without messages its system message."""
+        """Give a conversation without messages its system message."""
         self.messages = [{"role": "system", "content": system}]
 
     def asking(self, question: str) -> list[Message]:
@@ -56,12 +56,12 @@ class Chat:
         return [*self.messages, {"role": "user", "content": question}]
 
     def add(self, question: str, answer: str) -> None:
-        """One more turn. It is not written yet."""
+        """Add a turn, without saving it."""
         self.messages = [*self.asking(question), {"role": "assistant", "content": answer}]
 
     def save(self) -> None:
-        """Writes it, and makes it the one to continue. Raises CannotCreateError or IOFailure, with
-        the file as it was."""
+        """Save it, and make it the one to continue. Raises CannotCreateError or IOFailure, leaving
+        the file unchanged."""
         lines = (json.dumps(message, ensure_ascii=False) + "\n" for message in self.messages)
         _replace(self.path, "".join(lines))
         _replace(self.path.with_name(LAST), f"{UNNAMED if self.name is None else self.name}\n")
@@ -73,9 +73,9 @@ def chats_root() -> Path:
 
 
 def named_chat(name: str) -> Chat:
-    """The conversation of that name, without messages where there is none yet.
+    """The conversation of that name, without messages if it is new.
 
-    Raises UsageError for what no session can be called, DataError for a damaged file.
+    Raises UsageError for an invalid session name, DataError for a damaged file.
     """
     _check_name(name)
     chat = Chat(name)
@@ -84,8 +84,8 @@ def named_chat(name: str) -> Chat:
 
 
 def last_chat() -> Chat:
-    """The conversation to continue. Raises NoInputError where there is none, DataError for a
-    damaged file."""
+    """The conversation to continue. Raises NoInputError if there is none, DataError for a damaged
+    file."""
     path = chats_root() / LAST
     try:
         name = read_file(path, MAX_BYTES).decode().removesuffix("\n")
@@ -109,17 +109,17 @@ def _nothing() -> ToastError:
 
 
 def _check_name(name: str) -> None:
-    """A conversation is called as its session is, but for directories: it has none."""
+    """A conversation's name must be a session name, not a directory."""
     if "/" in name or name in (".", ".."):
         raise UsageError(f"a conversation has a name, not a path: {name[:100]}")
     try:
         resolve(name)
     except UsageError as error:
-        raise UsageError(error.message) from error  # the hint is at a directory
+        raise UsageError(error.message) from error  # the hint is about a directory
 
 
 def _read(path: Path) -> list[Message]:
-    """The messages of a file, none where there is no file."""
+    """The messages of a file, none if it does not exist."""
     try:
         data = read_file(path, MAX_BYTES)
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def _read(path: Path) -> list[Message]:
 
 
 def _message(line: bytes) -> Message:
-    """The message in a line. Raises ValueError that says what is wrong."""
+    """Parse a line. Raises ValueError that says what is wrong."""
     try:
         message = json.loads(line.decode("utf-8"))
         json.dumps(message, ensure_ascii=False).encode()  # a lone surrogate is not text
@@ -156,7 +156,7 @@ def _message(line: bytes) -> Message:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Puts text in the place of a file in one step."""
+    """Replace a file's contents atomically."""
     with reported_as(f"cannot keep the conversation in {path}", creating=True):
         make_private_directories(path.parent)
         replace_file(path, text.encode(), sync=False, contended=True)

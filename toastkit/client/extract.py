@@ -1,4 +1,4 @@
-"""Fenced code blocks, as CommonMark has them: lines between ``` and ```, or ~~~ and ~~~."""
+"""Fenced code blocks, as in CommonMark: lines between ``` and ```, or ~~~ and ~~~."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 
 _OPENING = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})")
 _CLOSING = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t\r]*$")
-_CODE_INDENT = 4  # a fence this much further in than the one that opened the block is code
+_CODE_INDENT = 4  # a fence this much further indented than the block's is code
 
 
 def first_block(text: str) -> str | None:
-    """What the first fenced block of a text holds, whole lines; None where there is no block.
+    """The contents of a text's first fenced block, in whole lines; None if there is none.
 
-    A block in a list is indented as its fence is, and loses that indent. One that is never closed
-    goes to the end: the answer was cut off in it. Only a fence of the same character and at least
-    the same length closes a block, so that a block can show another one.
+    A block in a list is indented like its fence, and loses that indent. An unclosed one goes to the
+    end, as the answer was cut off in it. Only a fence of the same character and at least the same
+    length closes a block, so that a block can show another one.
     """
     lines = iter(text.split("\n"))
     opening = next(filter(None, map(_OPENING.match, lines)), None)
@@ -45,7 +45,7 @@ def _width(blank: str) -> int:
 
 
 def _without(line: str, indent: int) -> str:
-    """The line less up to `indent` columns of blanks; of a tab across that, what is left."""
+    """The line without up to `indent` columns of blanks; a tab across that leaves its remainder."""
     column = start = 0
     while column < indent and line[start : start + 1] in (" ", "\t"):
         column += 1 if line[start] == " " else 4 - column % 4

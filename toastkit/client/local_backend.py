@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LocalBackend:
-    """A model of this process. wanted: which one, on which device. interrupts, watch: as of
+    """A model in this process. wanted: which one, on which device. interrupts, watch: as in
     wire.Wire, for the replies."""
 
     name = "this process"
@@ -25,7 +25,7 @@ class LocalBackend:
         self._service: Any = None
 
     def ask(self, request: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The replies to a request. What it says of the model is what is loaded here."""
+        """The replies to a request, whose fields on the model are ignored."""
         from toastkit.descriptors import reader_gone
 
         if self._interrupts is not None:
@@ -38,7 +38,7 @@ class LocalBackend:
                     raise BrokenPipeError
                 yield reply
                 if self._interrupts is not None:
-                    # Nothing is to be kept while the model loads: there a signal ends us at once.
+                    # While the model loads there is nothing to keep: a signal ends us at once.
                     self._interrupts.patient = "loading" not in (reply.get("progress") or ())
                     if self._interrupts.signal:
                         return

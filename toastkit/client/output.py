@@ -1,4 +1,4 @@
-"""What of the replies is shown: answers on stdout, in one of two forms, progress on stderr."""
+"""Show replies: answers on stdout, in one of two forms, progress on stderr."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ Reply = dict[str, Any]
 
 
 class Output:
-    """Where the replies to one request go. This one shows nothing: for an answer of which only a
-    part is wanted in the end."""
+    """The sink for the replies to one request. This one shows nothing, for an answer of which only
+    a part is printed at the end."""
 
     def put(self, reply: Reply) -> None:
-        """Takes each reply as it comes."""
+        """Take each reply as it comes."""
 
     def end(self, whole: bool = True) -> None:
-        """Called once an answer; whole: it did not break off."""
+        """Called once per answer; whole: it is complete."""
 
 
 def write_text(text: str) -> None:
-    """Text of a model to stdout, at once: as it is, but to a terminal without what would command
-    it."""
+    """Write a model's text to stdout and flush; on a terminal without control sequences."""
     text = harmless(text) if os.isatty(1) else text
     sys.stdout.buffer.write(text.encode("utf-8", "replace"))
     sys.stdout.buffer.flush()
 
 
 class TextOutput(Output):
-    """The text, as it comes, and a newline where it has none at its end. An answer of no text is an
-    empty line, so that who asks line by line can tell which answer is which's; one that broke off
-    before its first word is nothing."""
+    """The text as it comes, with a final newline if it lacks one. An empty answer is an empty line,
+    so that readers of lines can tell answers apart; one that broke off before its first word is
+    nothing."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -49,22 +48,22 @@ class TextOutput(Output):
         self._last = ""
 
     def write(self, text: str) -> None:
-        """Writes a part of the text."""
+        """Write a part of the text."""
         if text:
             self._last = text
             write_text(text)
 
 
 class JsonOutput(Output):
-    """The replies themselves, one a line."""
+    """The replies themselves, one per line."""
 
     def put(self, reply: Reply) -> None:
         write_text(json.dumps(reply, ensure_ascii=False) + "\n")
 
 
 class Lines:
-    """Lines for people, which wait while the line of an answer is not at its end: on a terminal
-    they would stand in the middle of it. say: writes one."""
+    """Messages for people, held back while an answer's line is incomplete: on a terminal they would
+    appear in the middle of it. say: writes one."""
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
@@ -77,20 +76,20 @@ class Lines:
             self._waiting.append(line)
 
     def hold(self) -> None:
-        """Has those to come wait. May be called again."""
+        """Hold back messages from now on. Idempotent."""
         if self._waiting is None:
             self._waiting = []
 
     def release(self) -> None:
-        """Writes those that wait. May be called again."""
+        """Write those held back. Idempotent."""
         waiting, self._waiting = self._waiting or [], None
         for line in waiting:
             self._say(line)
 
 
 class Bar(Protocol):
-    """A progress bar, shown once it is there for long: called with what is done and the total, or
-    without them where there are none; closed, it vanishes."""
+    """A progress bar, shown after a delay: called with what is done and the total, or without them
+    if unknown; closing removes it."""
 
     def __call__(self, done: int = 0, total: int = 0) -> None: ...
 
@@ -98,7 +97,7 @@ class Bar(Protocol):
 
 
 class Progress:
-    """What a person sees before the first word: that a model loads, how far the prompt is read.
+    """What a person sees before the first word: loading of the model, progress of the prefill.
 
     make_bar(label): a new progress bar.
     """
@@ -109,7 +108,7 @@ class Progress:
         self._loading = False
 
     def put(self, reply: Reply) -> None:
-        """Takes every reply: the first that is no progress ends the bar."""
+        """Take every reply: the first that is no progress ends the bar."""
         progress = reply.get("progress")
         if not isinstance(progress, dict):
             self.end()
@@ -126,7 +125,7 @@ class Progress:
             self._bar(progress["done"], progress["total"])
 
     def end(self) -> None:
-        """There is no more progress: a bar that is still there vanishes."""
+        """Remove the bar, if any."""
         self._loading = False
         if self._bar is not None:
             self._bar.close()
@@ -134,19 +133,19 @@ class Progress:
 
 
 def cached_line(stats: dict[str, Any]) -> str:
-    """How much of the prompt was not read again, and why not more."""
+    """How much of the prompt was reused, and why not more."""
     line = f"{stats.get('cached', 0)}/{stats.get('prompt', 0)} prompt tokens cached"
     return f"{line}: {stats['why']}" if stats.get("why") else line
 
 
 def notes_of(stats: dict[str, Any]) -> list[str]:
-    """What of the request made no difference, a line each."""
+    """Parts of the request without effect, one line each."""
     notes = stats.get("notes")
     return [n for n in notes if isinstance(n, str)] if isinstance(notes, list) else []
 
 
 def usage_line(stats: dict[str, Any]) -> str:
-    """Tokens and times of an answer. Tokens a second are those after the first one."""
+    """Tokens and times of an answer. The token rate excludes the first token."""
     seconds = stats.get("seconds") or {}
     first, total = seconds.get("first"), seconds.get("total")
     answer = stats.get("answer", 0)

@@ -21,17 +21,17 @@ HISTORY_LINES = 1000
 
 
 class _Stopped(Exception):
-    """Ctrl-Z was pressed. The text is what the line held."""
+    """Ctrl-Z was pressed. The text is the line so far."""
 
 
 class Editor:
-    """Lines from a terminal: edited, and remembered from one chat to the next.
+    """Line input from a terminal with editing, and a history across chats.
 
-    history: the file that remembers them, None for none.
+    history: its file, None for none.
     """
 
     def __init__(self, history: Path | None):
-        # A line can be edited only where it is shown, too: stdout may be a file.
+        # Editing requires that the line is shown: stdout may be a file.
         self._edits = sys.stdin.isatty() and sys.stdout.isatty()
         self._screen = sys.stdout if self._edits else sys.stderr
         self._history = history
@@ -49,8 +49,8 @@ class Editor:
         return line.rstrip("\n") if line else None
 
     def _read_edited(self) -> str | None:
-        """As read. After Ctrl-Z and fg the line goes on: a process that is stopped inside readline
-        would leave the terminal as readline has set it, and find it as the shell has."""
+        """As read. The line continues after Ctrl-Z and fg: a process stopped inside readline would
+        leave the terminal in readline's mode, and find it in the shell's."""
         while True:
             try:
                 with self._stops_between_lines():
@@ -63,7 +63,7 @@ class Editor:
 
     @contextmanager
     def _stops_between_lines(self) -> Iterator[None]:
-        """Has Ctrl-Z raise _Stopped, unless it is ignored or there is no readline."""
+        """Make Ctrl-Z raise _Stopped, unless it is ignored or there is no readline."""
 
         def stop(number: int, frame: FrameType | None) -> None:
             raise _Stopped(self._readline.get_line_buffer())
@@ -79,7 +79,7 @@ class Editor:
                 signal.signal(signal.SIGTSTP, before)
 
     def _begin_with(self, text: str) -> None:
-        """Puts text into the next line, once."""
+        """Put text into the next line, once."""
 
         def begin() -> None:
             self._readline.set_startup_hook(None)
@@ -88,12 +88,12 @@ class Editor:
         self._readline.set_startup_hook(begin)
 
     def newline(self) -> None:
-        """Ends the line on which the cursor is."""
+        """End the cursor's line."""
         self._screen.write("\n")
         self._screen.flush()
 
     def close(self) -> None:
-        """Writes the history. Raises CannotCreateError or IOFailure."""
+        """Write the history. Raises CannotCreateError or IOFailure."""
         if self._readline is not None and self._history is not None:
             with reported_as(f"cannot keep the history in {self._history}", creating=True):
                 _make_private(self._history)
@@ -104,17 +104,17 @@ class Editor:
         try:
             import readline
         except ImportError:
-            return  # a Python without it: lines can be typed, not edited
+            return  # a Python without it: no line editing
         self._readline = readline
         readline.set_history_length(HISTORY_LINES)
         if self._history is not None:
-            with suppress(OSError):  # none yet; one that cannot be written is told of at the end
+            with suppress(OSError):  # none yet; a failure to write it is reported at the end
                 readline.read_history_file(str(self._history))
 
 
 def _types_utf8() -> None:
-    """Has readline take what is typed for UTF-8 under LC_ALL=C too, as Python does; else it would
-    take the bytes of a letter for commands. It looks at the environment with every line."""
+    """Have readline treat input as UTF-8 under LC_ALL=C too, as Python does; else it would take the
+    bytes of a letter for commands. It reads the environment at every line."""
     import locale
 
     if locale.setlocale(locale.LC_CTYPE) not in ("C", "POSIX"):
@@ -127,7 +127,7 @@ def _types_utf8() -> None:
 
 
 def _make_private(path: Path) -> None:
-    """Makes an empty file with mode 0600, unless there is one."""
+    """Create an empty file with mode 0600, unless it exists."""
     from toastkit.private_files import make_private_directories, open_private
 
     make_private_directories(path.parent)
@@ -141,8 +141,8 @@ def chat_with_person(
     history: Path | None,
     report: Callable[[ToastError], None],
 ) -> int:
-    """Asks what is typed until Ctrl-D, beginning with `first` unless that is empty. Gives the exit
-    code.
+    """Ask each line typed until Ctrl-D, beginning with `first` unless that is empty. Return the
+    exit code.
 
     Ctrl-C stops an answer, or clears the line. A failure is reported and the chat goes on.
     """
@@ -181,9 +181,9 @@ def _ask(turns: Turns, line: str, editor: Editor, report: Callable[[ToastError],
 
 
 def chat_with_lines(turns: Turns, lines: Iterator[str], interrupts: Signals) -> int:
-    """Asks each line that is not blank. Gives the exit code; the first failure ends the chat."""
+    """Ask each non-blank line. Return the exit code; the first failure ends the chat."""
     while not interrupts.signal:
-        interrupts.patient = False  # who writes the lines may take long
+        interrupts.patient = False  # the writer of the lines may take long
         line = next(lines, None)
         interrupts.patient = True
         if line is None:

@@ -1,5 +1,5 @@
-"""toasted as a backend: one connection a request, closed when its replies have been read. Closing
-it sooner cancels the request, and that is all there is to cancelling."""
+"""toasted as a backend: one connection per request, closed when its replies have been read. Closing
+it earlier is how a request is cancelled."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from toastkit.interrupts import Signals
 from toastkit.wire import Wire, remote_error
 from toastkit.wire import connect as connect_socket
 
-LAST = ("end", "error", "health", "status", "stopping", "reloading")  # what ends a request
+LAST = ("end", "error", "health", "status", "stopping", "reloading")  # replies that end a request
 
 
 class SocketBackend:
     """The daemon that listens at `path`. connection: an open one, for the first request.
-    interrupts, watch: as of wire.Wire."""
+    interrupts, watch: as in wire.Wire."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class SocketBackend:
     def ask(self, request: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The replies to a request, up to the last one, or up to a signal.
 
-        Raises UnavailableError where the daemon is not there or goes away, DataError for what is no
-        reply, BrokenPipeError once nobody reads what is written.
+        Raises UnavailableError if the daemon is not there or goes away, DataError for an invalid
+        reply, BrokenPipeError once nobody reads the output.
         """
         wire = Wire(self._connect(), self.path, self._interrupts, self._watch)
         if self._interrupts is not None:
@@ -65,7 +65,7 @@ class SocketBackend:
             self._connection = None
 
     def _connect(self) -> socket.socket:
-        """The connection that is there, or, for a later request, another one."""
+        """The open connection or, for a later request, a new one."""
         connection, self._connection = self._connection, None
         if connection is not None and _is_over(connection):  # it was open for long: a chat
             connection.close()
@@ -76,9 +76,9 @@ class SocketBackend:
 def connect(
     path: str, interrupts: Signals | None = None, watch: int | None = None
 ) -> SocketBackend | None:
-    """The daemon at a path, connected; None where nobody answers.
+    """Connect to the daemon at a path; None if nobody answers.
 
-    Raises UnavailableError where somebody does but may not be asked.
+    Raises UnavailableError if somebody does but permission is denied.
     """
     connection = connect_socket(path)
     return None if connection is None else SocketBackend(path, connection, interrupts, watch)
@@ -87,11 +87,11 @@ def connect(
 def control(
     path: str, op: str, timeout: float | None = None, to_end: bool = False
 ) -> dict[str, Any]:
-    """What a daemon replies to `op`: status, stop, health, reload.
+    """The daemon's reply to `op`: status, stop, health, reload.
 
-    timeout: seconds, None waits as long as it takes. to_end: until the daemon has closed the
-    connection, which it does last of all. Raises the error that the daemon replies with, and
-    UnavailableError where none answers, or not in time; to_end: BusyError.
+    timeout: seconds, None for no limit. to_end: wait until the daemon has closed the connection,
+    which it does last of all. Raises the error that the daemon replies with, and UnavailableError
+    if none answers, or not in time; to_end: BusyError.
     """
     connection = _connected(path)
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -124,7 +124,7 @@ def _connected(path: str) -> socket.socket:
 
 
 def _is_over(connection: socket.socket) -> bool:
-    """Whether the other end has closed a connection, and left nothing to read."""
+    """True if the other end has closed a connection, and left nothing to read."""
     try:
         return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

@@ -15,8 +15,8 @@ from toastkit.wire import remote_error
 
 
 class Answer:
-    """What came back. reason: eos, stop or length; "interrupt" where the other side gave up; None
-    where it broke off. tokens: how many it has."""
+    """The answer so far. reason: eos, stop or length; "interrupt" if the other side gave up; None
+    if it broke off. tokens: their number."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -25,7 +25,7 @@ class Answer:
         self.stats: dict[str, Any] = {}
 
     def take(self, reply: Reply) -> None:
-        """Notes what a reply says about the answer."""
+        """Record what a reply says about the answer."""
         if "text" in reply:
             self.text += reply["text"]
         elif "stats" in reply:
@@ -39,11 +39,11 @@ class Answer:
 
 class TurnSettings(NamedTuple):
     """options: of the request. model, resident, experts, tools: in the request, or None. output:
-    makes what takes the replies of a request. progress: shows how far the prompt is, or None.
+    makes the sink for a request's replies. progress: shows the prefill's progress, or None.
 
-    keep: whether turns are written to the conversation's file. extract: print only the first fenced
-    block. fail_on_length: an answer that was cut off is an error. tell: each takes the stats of an
-    answer. lines: those of this process, which wait for the end of an answer.
+    keep: write turns to the conversation's file. extract: print only the first fenced block.
+    fail_on_length: an answer that was cut off is an error. tell: each is called with the stats of
+    an answer. lines: this process's messages, held back until the end of an answer.
     """
 
     options: dict[str, Any]
@@ -70,11 +70,11 @@ class Turns:
         self._settings = settings
 
     def ask(self, question: str) -> Answer:
-        """Asks, shows the answer as it comes, and keeps the turn: a whole one, or what a person had
-        seen of it when a signal or a closed pipe ended it.
+        """Ask, show the answer as it comes, and keep the turn: complete, or what a person had seen
+        of it when a signal or a closed pipe ended it.
 
-        Raises the error that came instead, DataError for an answer that is cut off or holds no
-        block where that matters, BrokenPipeError where nobody reads stdout any more.
+        Raises the error that came instead, DataError for an answer that is cut off or has no block
+        where that matters, BrokenPipeError if nobody reads stdout any more.
         """
         answer = Answer()
         try:
@@ -124,7 +124,7 @@ class Turns:
                 if "error" in reply:
                     raise remote_error(reply["error"])
         except ToastError:
-            output.end(whole=False)  # what the error says begins on a line of its own
+            output.end(whole=False)  # the error message begins on a line of its own
             raise
         finally:
             replies.close()
@@ -133,14 +133,14 @@ class Turns:
         output.end(whole=answer.reason not in (None, "interrupt"))
 
     def _keep(self, question: str, answer: Answer) -> None:
-        """A turn that broke off before its first word is none."""
+        """A turn that broke off before its first word is not kept."""
         if answer.reason is not None or answer.text:
             self._chat.add(question, answer.text)
             if self._settings.keep:
                 self._chat.save()
 
     def _way_on(self, where: str) -> str | None:
-        """A hint at how to go on with the conversation; None where nothing is kept of it."""
+        """A hint at how to continue the conversation; None if nothing of it is kept."""
         turns = any(message["role"] == "assistant" for message in self._chat.messages)
         if not turns or not self._settings.keep:
             return None
@@ -163,7 +163,7 @@ class Turns:
 
 
 def _check(reply: Reply) -> None:
-    """Raises DataError for a reply that toasted(7) does not allow."""
+    """Raise DataError for a reply that toasted(7) does not allow."""
     end = reply.get("end", {"reason": "", "n": 0, "text": ""})
     good = (
         isinstance(reply.get("text", ""), str)
@@ -178,7 +178,7 @@ def _check(reply: Reply) -> None:
 
 
 def _print_block(text: str) -> None:
-    """The first fenced block, to stdout. Raises DataError where there is none."""
+    """Print the first fenced block. Raises DataError if there is none."""
     from toastkit.client.extract import first_block
 
     block = first_block(text)
