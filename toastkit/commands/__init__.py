@@ -1,4 +1,4 @@
-"""The one table of commands. Man pages, completion, `bin/` and the tests are held against it."""
+"""The table of commands. Man pages, completion, `bin/` and the tests are checked against it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import NamedTuple
 if (
     os.path.basename("".join(sys.argv[:1])).startswith("toast")
     and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):  # of an executable: Ctrl-C while it imports ends it, without a traceback; see cli.run
+):  # for an executable: Ctrl-C during its imports ends it without a traceback; see cli.run
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Command(NamedTuple):
     """name: of the module, and of the program without its `toast-` prefix. summary: one line, also
-    the man page's `.Nd`.
-    reads, writes: what goes in on stdin and out on stdout ("text", "frames", "json", ...).
-    plumbing: a stage or a tool for streams, which has a shim in bin/; the others are for people."""
+    the man page's `.Nd`. reads, writes: formats on stdin and stdout
+    ("text", "frames", "json", ...). plumbing: a stage or a tool for streams, which has a shim in
+    bin/; the others are for people."""
 
     name: str
     summary: str
@@ -33,8 +33,7 @@ class Command(NamedTuple):
 
 
 def program_name(name: str) -> str:
-    """The executable's name of a command: `toast-NAME`, but for the two that are words by
-    themselves."""
+    """The executable's name: `toast-NAME`, except for the two commands that need no prefix."""
     return name if name in ("toast", "toasted") else f"toast-{name}"
 
 

@@ -1,4 +1,4 @@
-"""toast-entropy-gear --calibrate: measures a model, or forgets what was measured."""
+"""toast-entropy-gear --calibrate: measure a model, or forget its measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = (PREFILL, PROMPTS, OFF)
 
 
 def calibrate(strategy: str, flags: dict[str, Any]) -> int:
-    """Measures the model of the flags, stores its thresholds and prints them; the exit code.
+    """Measure the model of the flags, store its thresholds and print them; return the exit code.
 
     strategy: one of WORDS, or the name of a file of prompts. Interrupted, it stores nothing.
     """
@@ -48,7 +48,7 @@ def calibrate(strategy: str, flags: dict[str, Any]) -> int:
 
 
 def _forget(flags: dict[str, Any]) -> int:
-    """Removes what was stored for the model, which is not loaded."""
+    """Remove what was stored for the model, which is not loaded."""
     from toastkit.gears.thresholds import path
     from toastkit.model.config import fingerprint
     from toastkit.model.locate import locate
@@ -64,8 +64,8 @@ def _forget(flags: dict[str, Any]) -> int:
 
 
 def _prompt_flags(strategy: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """The flags of a command that takes prompts, plain ones. What is too long for the model loses
-    its beginning, down to where an answer fits."""
+    """Default flags of a command that takes prompts. A prompt that is too long for the model is
+    truncated at the beginning so that an answer fits."""
     from toastkit.stages.calibrate import ANSWER_TOKENS
 
     return {
@@ -76,7 +76,8 @@ def _prompt_flags(strategy: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measure(strategy: str, tokenizer: PromptTokenizer, flags: dict[str, Any]) -> Measure:
-    """What is to be measured, its prompts read and tokenised. Raises DataError, NoInputError."""
+    """The measurement to run, with its prompts read and tokenised. Raises DataError,
+    NoInputError."""
     from toastkit.commands.prompt import prompts
     from toastkit.stages import calibrate as stage
 
@@ -92,7 +93,8 @@ def _measure(strategy: str, tokenizer: PromptTokenizer, flags: dict[str, Any]) -
 
 
 def _text_of_file(name: str) -> str:
-    """A file, or stdin, as text. Raises NoInputError, with the word that may have been meant."""
+    """A file, or stdin, as text. Raises NoInputError, suggesting a word that may have been
+    meant."""
     from toastkit.commands.stdin import not_utf8, read_input
 
     try:
@@ -100,7 +102,7 @@ def _text_of_file(name: str) -> str:
     except NoInputError as error:
         error.hint = did_you_mean(name, WORDS, error.hint)
         raise
-    except ValueError as error:  # a name with a zero byte, from who knows where
+    except ValueError as error:  # a name with a NUL byte
         raise NoInputError(f"cannot read {name!r}: no such file") from error
     try:
         return data.decode("utf-8-sig")

@@ -1,4 +1,4 @@
-"""What every executable shares: the click command, its common options, and the one place where an
+"""What all executables share: the click command, its common options, and the one place where an
 error becomes a line on stderr and an exit code."""
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from toastkit.errors import (
 )
 from toastkit.text.terminal import shown
 
-# Of which Python is to have made more than dropped before it looks for circles among them: that
-# of 700 finds none in what modules are made of, and takes a tenth of a start.
+# New objects before Python's garbage collector first runs. Its default of 700 finds no cycles in
+# what imports create, and costs a tenth of the start-up time.
 YOUNG_OBJECTS = 50_000
 SUMMARIES = {command.name: command.summary for command in COMMANDS}
 WRITES = {command.program: command.writes for command in COMMANDS}
 
 
 def command(name: str, under: click.Group | None = None, **settings: Any):
-    """Decorator: a click command with the options that all have; or, under a group, a
-    subcommand, with those of the group's options that make sense for one.
+    """Decorator: a click command with the common options; or, under a group, a subcommand, with
+    those of the group's options that make sense for one.
 
     Every option can also be set by an environment variable, TOAST_ and its name in capitals, except
-    for those with `allow_from_autoenv=False`: what writes over or deletes has to be typed.
+    those with `allow_from_autoenv=False`: what overwrites or deletes has to be typed.
     """
 
     def wrap(function):
@@ -126,7 +126,7 @@ def _program_options() -> list:
 
 
 def _either(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
-    """A flag given before a subcommand's name counts for it as much as one after it."""
+    """A flag before a subcommand's name counts like one after it."""
     outer = context.parent.params if context.parent is not None else {}
     return value or bool(outer.get(parameter.name or ""))
 
@@ -152,40 +152,40 @@ def _show_completion(context: click.Context, parameter: click.Parameter, value: 
 
 
 def _completes(name: str) -> str:
-    """The environment variable in which a shell asks a command for completions."""
+    """The environment variable by which a shell asks a command for completions."""
     return f"_{name}_complete".replace("-", "_").upper()
 
 
 def given(context: click.Context, *names: str) -> list[str]:
-    """Those of the named parameters that were given on the command line, as flags."""
+    """Those of the named parameters that were given as flags on the command line."""
     source = click.core.ParameterSource.COMMANDLINE
     options = {p.name: p.opts[-1] for p in context.command.params}
     return [options[n] for n in names if context.get_parameter_source(n) is source]
 
 
 def refuse_together(context: click.Context, reason: str, *names: str) -> None:
-    """Raises UsageError if one of the parameters was given on the command line."""
+    """Raise UsageError if one of the parameters was given on the command line."""
     wrong = given(context, *names)
     if wrong:
         raise UsageError(f"{wrong[0]} {reason}")
 
 
 def say(line: str) -> None:
-    """One line on stderr, after the command's name."""
+    """Write one line to stderr, after the command's name."""
     _tell(f"{_program()}: {line}")
 
 
 def _tell(line: str) -> None:
-    """The one place that writes lines for people: they may hold names and texts of others. A
-    progress bar makes room. Where it cannot be written, it is lost, and what comes after it: the
-    answer and the exit code are worth more."""
+    """Write a line for people, escaped, as it may hold foreign names and texts. Makes a progress
+    bar give way. If stderr cannot be written, this and later lines are lost: the answer and the
+    exit code matter more."""
     bars = sys.modules.get("tqdm.std")
     try:
         if bars is not None and bars.tqdm._instances:
             bars.tqdm.write(shown(line), sys.stderr)
         else:
             print(shown(line), file=sys.stderr, flush=True)
-    except OSError:  # a full disk, or nobody reads any more
+    except OSError:  # full disk, or closed pipe
         with suppress(OSError):
             sys.stderr.close()
         sys.stderr = open(os.devnull, "w")
@@ -200,39 +200,39 @@ def _program(context: click.Context | None = None) -> str:
 
 
 def run(entry: click.Command) -> NoReturn:
-    """Runs a command to its exit code: the body of every executable's `main`."""
+    """Run a command to its exit code: the body of every executable's `main`."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.set_threshold(YOUNG_OBJECTS)
     name = program_name(entry.name or "")
     closed = open_standard_streams()
     code = _outcome(entry, name, closed)
-    # The work is done: a signal while Python shuts down must not change how it ended.
+    # The work is done: a signal during Python's shutdown must not change the outcome.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:  # somebody heeds it
+    if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:  # it has a handler
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         sys.stdout.flush()
-    except OSError:  # told of already: Python would tell it again, from 3.13 on of a stream let go
+    except OSError:  # already reported; from 3.13 Python would report it again when detached
         with suppress(OSError):
             sys.stdout.close()
         sys.stdout = None  # type: ignore[assignment]
-    gc.freeze()  # nobody need look through all modules for what the system takes back anyway
+    gc.freeze()  # do not traverse all modules for memory that the system reclaims anyway
     sys.exit(code)
 
 
 def open_standard_streams() -> set[int]:
-    """Opens the null device in the place of standard input, output and error where the process was
-    started without one, so that no file gets its number; returns these numbers. Input is empty
-    then, to write output fails, and what is said on stderr is lost."""
+    """Open the null device for those of stdin, stdout and stderr that the process was started
+    without, so that no file gets their numbers; return these numbers. Input is then empty, writing
+    output fails, and messages on stderr are lost."""
     closed = set()
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
             closed.add(number)
-            # It gets the lowest number that is free: this one, for those below it are open.
+            # It gets the lowest free number: this one, as those below it are open.
             os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
             os.set_inheritable(number, True)
             mode = "r" if number == 0 else "w"
@@ -266,7 +266,7 @@ def _outcome(entry: click.Command, name: str, closed: set[int]) -> int:
 
 
 def _place(error: OSError) -> str:
-    """What an error of the system is about, also where it does not say."""
+    """What a system error is about, even if it does not say."""
     if error.filename:
         return error.filename
     try:
@@ -277,7 +277,7 @@ def _place(error: OSError) -> str:
 
 
 def _invoke(entry: click.Command, name: str) -> int:
-    """What click's own main does, without its opinion on closed pipes and exit codes."""
+    """As click's own main, without its handling of closed pipes and exit codes."""
     if instruction := os.environ.get(_completes(name)):
         return complete(entry, name, _completes(name), instruction)
     with entry.make_context(name, sys.argv[1:]) as context:
@@ -292,7 +292,7 @@ def _report(
     send: bool = False,
     cause: BaseException | None = None,
 ) -> int:
-    """Says on stderr what went wrong, with debug how it came to it (cause: what is told of). send:
+    """Report an error on stderr, with debug its traceback (cause: the exception to show). send:
     also down the pipe, unless that has been done."""
     if send and not error.sent and _writes_frames(name):
         from toastkit.commands.pipes import send_error
@@ -312,7 +312,7 @@ def _report(
 
 
 def _writes_frames(name: str) -> bool:
-    """Whether stdout is a stream of frames, as far as a command that failed early can tell."""
+    """True if stdout is a stream of frames, as far as a command that failed early can tell."""
     as_text = {"--count", "--template-only", "--calibrate"}.intersection(sys.argv[1:])
     return WRITES.get(name) == "frames" and not as_text and not os.isatty(1)
 
@@ -325,15 +325,15 @@ def print_error(error: ToastError, name: str) -> None:
 
 
 def _stdin_is_live() -> bool:
-    """Whether stdin is a pipe: then the stage that failed has said so itself. A stream from a file
-    brings an error of another day, which nobody has seen yet."""
+    """True if stdin is a pipe: the stage that failed has then reported the error itself. A stream
+    from a file contains an error of another day, which nobody has seen yet."""
     from toastkit.descriptors import is_pipe
 
     return is_pipe(0)
 
 
 def _unexpected(error: Exception) -> ToastError:
-    """As as_toast_error, with a hint at where to look for a bug."""
+    """As as_toast_error, with a hint where to look for a bug."""
     told = as_toast_error(error)
     if type(told) is ToastError:
         told.hint = "--debug shows where"
@@ -341,7 +341,7 @@ def _unexpected(error: Exception) -> ToastError:
 
 
 def _misuse(error: click.ClickException, name: str) -> UsageError:
-    """What click says, in one line, and what was perhaps meant in another."""
+    """Convert click's error: its message in one line, and a suggestion in another."""
     context, near = getattr(error, "ctx", None), getattr(error, "possibilities", None)
     text = " ".join((error.message if near else error.format_message()).split()).rstrip(".")
     text = text[:1].lower() + text[1:] if text[1:2].islower() else text
@@ -350,7 +350,7 @@ def _misuse(error: click.ClickException, name: str) -> UsageError:
 
 
 def die_by_sigpipe() -> NoReturn:
-    """Ends this process as a closed pipe ends any Unix filter: quietly, by SIGPIPE."""
+    """End this process as a closed pipe ends any Unix filter: silently, by SIGPIPE."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGPIPE)
-    os._exit(141)  # where SIGPIPE is blocked
+    os._exit(141)  # if SIGPIPE is blocked

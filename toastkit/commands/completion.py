@@ -1,4 +1,4 @@
-"""What a shell offers after a press of Tab: names that we know, beside the files that it knows."""
+"""Shell completion: names known to us, besides the shell's own completion of files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from toastkit.errors import ToastError
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-# click's own functions leave the shell's completion out, of prompts and of what is redirected, and
-# the option out of --option=value. What a shell asks is no place for messages: stderr is closed.
-# bash takes --option=value apart at the sign; `filenames` has it quote names and mark directories.
+# click's own functions leave out the shell's completion in prompts and redirections, and the option
+# in --option=value. Completion must not print messages, so stderr is closed. bash splits
+# --option=value at the sign; `filenames` makes it quote names and mark directories.
 BASH = """\
 %(complete_func)s() {
     local IFS=$'\\n' current=${COMP_WORDS[COMP_CWORD]} words=() word type value
@@ -40,7 +40,7 @@ BASH = """\
 }
 complete -o nosort -o bashdefault -o default -F %(complete_func)s %(prog_name)s
 """
-# compset: what stands before the value stays as it is.
+# compset: leave what precedes the value alone.
 ZSH = """\
 #compdef %(prog_name)s
 
@@ -89,17 +89,17 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
 def script(command: click.Command, name: str, variable: str, shell: str) -> str:
-    """What a shell has to evaluate. variable: the one that asks a command for completions."""
+    """The script for a shell to evaluate. variable: asks a command for completions."""
     from click.shell_completion import get_completion_class
 
     kind = get_completion_class(shell)
-    assert kind is not None  # click knows the three that --completion takes
+    assert kind is not None  # click knows the three that --completion accepts
     asked = kind(command, {}, name, variable)
     return SCRIPTS[shell] % asked.source_vars()
 
 
 def complete(command: click.Command, name: str, variable: str, instruction: str) -> int:
-    """Answers a shell; gives the exit code. A line that makes no sense yet is no error."""
+    """Answer a shell; return the exit code. An incomplete command line is no error."""
     from click.shell_completion import shell_complete
 
     try:
@@ -146,7 +146,7 @@ def chats(
 
 
 def _listed(folder: os.PathLike[str]) -> list[str]:
-    """The names in a folder that can be asked for."""
+    """The valid names in a folder."""
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError:
@@ -154,9 +154,9 @@ def _listed(folder: os.PathLike[str]) -> list[str]:
 
 
 def beginning(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:
-    """Those of some names that begin like what was typed."""
+    """The names that begin with what was typed."""
     from click.shell_completion import CompletionItem
 
-    # A line of the answer is a name.
+    # The answer has one name per line.
     fit = [name for name in names if name.startswith(incomplete) and name.isprintable()]
     return [CompletionItem(name) for name in fit]

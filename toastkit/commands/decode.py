@@ -75,7 +75,7 @@ def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
 
 
 def _refuse_text(context: click.Context, prompt: tuple[str, ...], flags: dict[str, Any]) -> None:
-    """Raises UsageError for what makes no sense between frames and frames."""
+    """Raise UsageError for what makes no sense with frames in and out."""
     if prompt:
         raise UsageError("stdin holds frames: there is no room for a prompt")
     cli.refuse_together(context, "is for text, but stdin holds frames", *ONLY_TEXT)
@@ -87,7 +87,7 @@ def _refuse_text(context: click.Context, prompt: tuple[str, ...], flags: dict[st
 
 
 def _first_byte(prompt: tuple[str, ...], flags: dict[str, Any]) -> bytes:
-    """The byte of stdin that tells frames from text, b"" where stdin is not to be read."""
+    """The byte of stdin that tells frames from text, b"" if stdin is not read."""
     from toastkit.commands.prompt import stdin_has_text
 
     if flags["messages"] is not None or not ("-" in prompt or stdin_has_text()):
@@ -96,7 +96,7 @@ def _first_byte(prompt: tuple[str, ...], flags: dict[str, Any]) -> bytes:
 
 
 def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
-    """Frames in, frames out: the middle of a pipeline. insisted: as of Engines."""
+    """Frames in, frames out: the middle of a pipeline. insisted: as in Engines."""
     from toastkit.commands.engines import Engines
     from toastkit.commands.pipes import run_filter
     from toastkit.stages.decode import decode as stage
@@ -138,7 +138,7 @@ def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
 def _answer(
     prompt: tuple[str, ...], flags: dict[str, Any], first: bytes, insisted: str | None
 ) -> int:
-    """Text in, text out: all stages in this process. insisted: as of Engines."""
+    """Text in, text out: all stages in this process. insisted: as in Engines."""
     from toastkit.commands.detokenize import TextWriter, check_length
     from toastkit.commands.prompt import prompt_tokenizer, prompts
     from toastkit.interrupts import Signals
@@ -154,7 +154,7 @@ def _answer(
     put = JsonWriter() if flags["as_json"] else TextWriter(not flags["no_newline"])
     chain = options.sampling_options(flags, sampling_defaults(tokenizer.files), None)
     chain.validate(tokenizer.vocab)
-    # The model is opened before the tokenizer is read: another thread brings its pages meanwhile.
+    # Opened before the tokenizer is read: another thread prefaults its pages meanwhile.
     engine, here = _open(tokenizer, flags, signals, insisted)
     with closing(engine):
         stage = _stages(wanted, tokenizer, flags, chain, engine, here, signals, outcome)
@@ -185,7 +185,7 @@ def _open(tokenizer, flags, signals, insisted) -> tuple[Any, bool]:
 
 
 def _stages(wanted, tokenizer, flags, chain, engine, here, signals, outcome):
-    """All stages over an engine, as the flags ask for them. here: as of _open."""
+    """All stages over an engine, according to the flags. here: as from _open."""
     from toastkit.commands.engines import load
     from toastkit.commands.progress import read_options
     from toastkit.descriptors import reader_gone
@@ -228,8 +228,8 @@ def _stages(wanted, tokenizer, flags, chain, engine, here, signals, outcome):
 
 
 class JsonWriter:
-    """Writes a JSON object per token, with the text that became certain with it, and one at the
-    end of each answer."""
+    """Write a JSON object per token, with the text that became certain with it, and one at the end
+    of each answer."""
 
     def __init__(self) -> None:
         self._text = ""

@@ -35,7 +35,7 @@ def detokenize(context: click.Context, **flags) -> int:
     tokenizers: dict[str, Tokenizer] = {}
 
     def tokenizer_for(head: Head) -> Tokenizer:
-        # Other weights may well have the same tokenizer: what -m names is not held against it.
+        # Other weights may well have the same tokenizer: -m is not checked against the stream.
         given = flags["model"]
         key = given or head.fingerprint
         if key not in tokenizers:
@@ -53,7 +53,8 @@ def detokenize(context: click.Context, **flags) -> int:
 
 
 class TextWriter:
-    """Writes the text of text frames to stdout at once, and a newline where an answer has none."""
+    """Write the text of text frames to stdout at once, and a final newline if an answer lacks
+    one."""
 
     def __init__(self, newline: bool):
         self._newline = newline

@@ -1,4 +1,4 @@
-"""The engine behind a command: a daemon's where one runs the model, else loaded when the first run
+"""The engine behind a command: a daemon's if one runs the model, else loaded when the first run
 names it; kept for the next run."""
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class Engines:
-    """Calling it with a head gives the engine of that head's model.
+    """Called with a head, returns the engine of that head's model.
 
     flags: the values of --model, --device, --dtype, --kv-bits, --no-daemon, --quiet and --verbose,
     and what native_options takes. policies: of an engine that is loaded here; a daemon's has none
-    that change results. insisted: what has to stay on a daemon's device, None for anything.
-    engine: the one that was given last, None before.
+    that change results. insisted: what a daemon must keep on its device, None for anything. engine:
+    the last one returned, None before.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Engines:
         self.engine: StepEngine | None = None
 
     def heed(self, signals: Signals) -> None:
-        """Has a memory warning go to the engine, where layers or experts may leave."""
+        """Route memory warnings to the engine, if layers or experts can be evicted."""
         if self._policies.gives_up:
             signals.on_memory_warning()
             self._signals = signals
@@ -55,9 +55,9 @@ class Engines:
         model = (name, head.fingerprint)
         if self.engine is not None and self._model == model:
             return self.engine
-        self.close()  # let the last model go before the next one is loaded
+        self.close()  # unload the last model before loading the next
         # A daemon has the weights, so the files that the head names need not be here; those of -m
-        # are held against the stream in any case.
+        # are checked against the stream in any case.
         files = self._located(head) if self._flags["model"] else None
         engine: StepEngine | None = None
         if not self._policies.changes_results:
@@ -75,7 +75,7 @@ class Engines:
         return for_stream(self._flags["model"], head.model, head.fingerprint)
 
     def close(self) -> None:
-        """Lets the engine go; a daemon's has let go of the session when this returns."""
+        """Release the engine; a daemon's has released the session on return."""
         engine, self.engine, self._model = self.engine, None, None
         if engine is not None:
             engine.close()
@@ -84,11 +84,11 @@ class Engines:
 def attach(
     flags: dict[str, Any], fingerprint: str, insisted: str | None = None
 ) -> StepEngine | None:
-    """A daemon's engine for the model, where one runs it as the flags would; else None. Where there
-    is no daemon this costs one look at a path; where the command line says how products are to be
-    computed, none is asked. insisted: the setting of its residency and slots, None for any. Raises
+    """A daemon's engine for the model, if one runs it as the flags would; else None. Without a
+    daemon this costs one look at a path; if the command line says how products are computed, none
+    is asked. insisted: the required setting of its residency and slots, None for any. Raises
     UsageError for a TOAST_SOCKET that cannot be a socket's path, and for a daemon that runs the
-    model with another setting than is insisted on."""
+    model with another setting."""
     context = click.get_current_context(silent=True)
     here = flags["no_daemon"] or (context and given(context, *NativeOptions._fields))
     path = None if here else _daemon_socket()
@@ -102,13 +102,13 @@ def attach(
 
 
 def _daemon_socket() -> str | None:
-    """The path of a socket at which a daemon may listen; None where there is none."""
+    """The path of a socket at which a daemon may listen; None if there is none."""
     from toastkit.daemon.paths import socket_path
 
     try:
         path = socket_path()
     except CannotCreateError:
-        return None  # the usual directory is somebody else's: no daemon of ours can be there
+        return None  # the default directory is somebody else's: no daemon of ours can be there
     return path if os.path.exists(path) else None
 
 
@@ -118,8 +118,8 @@ def open_unloaded(
     policies: PolicyOptions | None = None,
     signals: Signals | None = None,
 ) -> Engine:
-    """An Engine for a checkpoint, on the device and in the dtypes of the flags. Where it is mapped
-    its pages are being brought when this returns. signals: whose memory warning goes to it."""
+    """An Engine for a checkpoint, on the device and in the dtypes of the flags. If it is mapped,
+    its pages are being prefaulted on return. signals: route memory warnings to it."""
     from toastkit.engine.opening import open_engine
 
     engine = open_engine(
@@ -140,7 +140,7 @@ def open_unloaded(
 
 
 def load(engine: Engine, flags: dict[str, Any]) -> Engine:
-    """Has an engine load what it begins with, and says so; the engine again."""
+    """Have an engine load what it starts with, with a message; return the engine."""
     import time
 
     start, name = time.perf_counter(), engine.files.name

@@ -33,7 +33,7 @@ def entropy_gear(context: click.Context, strategy: str | None, **flags) -> int:
     try:
         return _calibrate(context, strategy, flags)
     except ToastError as error:
-        error.sent = True  # stdout is for text here: nobody waits for an error frame
+        error.sent = True  # stdout is text here: nobody waits for an error frame
         raise
 
 

@@ -1,4 +1,4 @@
-"""Options of the experts: how many a token goes to, in a step and while the prompt is read."""
+"""Options of the experts: how many per token, in decode steps and in prefill."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODES = ("big", "little", "mobile")
 
 
 class Chosen(NamedTuple):
-    """What --experts says: mode of ExpertsOptions, and its gamma where it is given."""
+    """The value of --experts: mode of ExpertsOptions, and its gamma if given."""
 
     mode: str
     gamma: float | None = None
@@ -31,7 +31,7 @@ class Experts(Word):
     name = "experts"
 
     def parse(self, word: str) -> Chosen:
-        """What was asked for. Whether there is such a gamma is for ExpertsOptions to say."""
+        """The mode and gamma. ExpertsOptions checks the gamma."""
         mode, colon, gamma = word.strip().lower().partition(":")
         if mode in MODES and not colon:
             return Chosen(mode)
@@ -47,12 +47,12 @@ class Experts(Word):
 
 
 class Little(Word):
-    """A number of experts, or a share in per cent."""
+    """A number of experts, or a percentage."""
 
     name = "little-k"
 
     def parse(self, word: str) -> LittleK:
-        """What was asked for. Whether it is too few or too many is for ExpertsOptions to say."""
+        """The number or share. ExpertsOptions checks its range."""
         from toastkit.experts.experts_options import LittleK
 
         if re.fullmatch(r"[0-9]{1,9}", word.strip()):
@@ -86,8 +86,7 @@ EXPERT_NAMES = ("experts", "little_k", "prefill_experts")
 
 
 def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
-    """Raises UsageError for options of the experts that would change nothing, and for such as make
-    no sense."""
+    """Raise UsageError for expert options without effect, or that make no sense."""
     options = expert_options(flags)
     if options is None or not options.runs_little:
         wanted = [
@@ -101,7 +100,7 @@ def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
 
 
 def expert_options(flags: dict[str, Any]) -> ExpertsOptions | None:
-    """ExpertsOptions from flags, None where neither says anything of a model. Raises UsageError."""
+    """ExpertsOptions from flags, None if no flag concerns a model. Raises UsageError."""
     chosen, prompt, little = (
         flags.get(name) for name in ("experts", "prefill_experts", "little_k")
     )
@@ -113,12 +112,12 @@ def expert_options(flags: dict[str, Any]) -> ExpertsOptions | None:
     options = ExpertsOptions(mode, GAMMA if gamma is None else gamma, little, prompt or "big")
     if options.runs_little:
         return options
-    return None if chosen is None else ExpertsOptions(mode)  # --little-k would be a variable's
+    return None if chosen is None else ExpertsOptions(mode)  # --little-k is from a variable
 
 
 def insisted(context: click.Context, flags: dict[str, Any]) -> str | None:
-    """The setting that a daemon must have if it is to be asked: of these on the command line. None
-    where none is given: a variable is for models that are loaded here."""
+    """The setting that a daemon must have to be used, from the command line. None if there is none:
+    environment variables are for models that are loaded here."""
     if not given(context, *EXPERT_NAMES):
         return None
     options = expert_options(flags)

@@ -1,4 +1,4 @@
-"""Options of the experts' slots: how many experts are on the device."""
+"""Options of the expert slots: how many experts are on the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOT_NAMES = ("expert_slots", "expert_prefetch")
 
 
 def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
-    """Raises UsageError for options of the slots that would change nothing."""
+    """Raise UsageError for slot options without effect."""
     if flags["expert_slots"] is None:
         refuse_together(context, "needs --expert-slots", "expert_prefetch")
 
@@ -45,7 +45,7 @@ def slot_options(flags: dict[str, Any]) -> SlotOptions | None:
 
 
 def insisted(context: click.Context, flags: dict[str, Any], resident: str | None) -> str | None:
-    """The setting that a daemon must have if it is to be asked, of these and those of the residency
-    (resident_flags.insisted). None where none is on the command line."""
+    """The setting that a daemon must have to be used, from these options and those of the residency
+    (resident_flags.insisted). None if the command line has none."""
     slots = slot_options(flags) if given(context, *SLOT_NAMES) else None
     return resident if slots is None else f"{resident or 'all'} {slots.setting}"

@@ -1,4 +1,4 @@
-"""toast-feed: tokens of one's own to a waiting decode."""
+"""toast-feed: send given tokens to a waiting decode."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def feed(context: click.Context, ids: tuple[int, ...], **flags) -> int:
         if sends:
             return _send(ids, path, flags["end"])
     except ToastError as error:
-        error.sent = sends  # there is no stream on stdout that it could end
+        error.sent = sends  # there is no stream on stdout to end
         raise
     return _follow(path, flags["ignore_eos"])
 
 
 def _run_of(name: str) -> str:
-    """The one run of a session that has a feed; waits a moment for a pipeline that just starts."""
+    """The one run of a session that has a feed; waits briefly for a pipeline that is starting."""
     import time
 
     from toastkit.errors import NoInputError
@@ -59,7 +59,7 @@ def _run_of(name: str) -> str:
 
 
 def _send(ids: tuple[int, ...], path: str | None, end: bool) -> int:
-    """Sends the ids of the command line."""
+    """Send the ids of the command line."""
     from toastkit.session.feed import FeedWriter
     from toastkit.session.run import feed_of
 
@@ -75,12 +75,12 @@ def _send(ids: tuple[int, ...], path: str | None, end: bool) -> int:
 
 
 def _follow(path: str | None, ignore_eos: bool) -> int:
-    """Sends what comes on stdin: frames, JSON lines or bare ids; tokens also go to stdout."""
+    """Send what comes on stdin: frames, JSON lines or bare ids; tokens also go to stdout."""
     from toastkit.commands.pipes import WatchedInput, run_filter
     from toastkit.stages.feed import bare_ids, feed_tokens
     from toastkit.stages.jsonl import json_frames
 
-    while (first := os.read(0, 1)).isspace():  # blank lines, and blanks, mean nothing
+    while (first := os.read(0, 1)).isspace():  # skip blank lines, and blanks
         pass
     if starts_frames(first):
         return run_filter(

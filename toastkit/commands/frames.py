@@ -1,4 +1,4 @@
-"""toast-frames: look into a stream of frames, convert it, check it."""
+"""toast-frames: inspect, convert or check a stream of frames."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ def _input(flags: dict[str, Any]) -> Iterable[Frame]:
 
 
 def _declining(source: Iterable[Frame]) -> Iterator[Frame]:
-    """The frames, where nobody behind this process reads them: a prefill that writes them is told
-    not to wait for a decode."""
+    """Pass the frames on, none of which this process writes out: tell the prefill that produces
+    them not to wait for a decode."""
     from toastkit.session.handover import decline
 
     for frame in source:

@@ -19,7 +19,7 @@ class Bits(Word):
     name = "bits"
 
     def parse(self, word: str) -> tuple[int, int]:
-        """The two numbers; whether there are such gears is for GearOptions to say."""
+        """The two numbers; GearOptions checks that such gears exist."""
         found = re.fullmatch(r"\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*", word)
         if found is None:
             raise ValueError(f"{word[:40]!r} is not two numbers, such as 4,8")
@@ -71,7 +71,7 @@ GEAR_NAMES = ("gear_scope", "gear_bits", "gear_path", "gear_cache")
 
 
 def gear_rules(flags: dict[str, Any], explain: Callable[[str], None] | None = None):
-    """GearRules from flags, the paper's constants where none is given. Raises UsageError."""
+    """GearRules from flags, with the paper's constants as defaults. Raises UsageError."""
     from toastkit.gears.monitor import MonitorOptions
     from toastkit.gears.selector import SelectorOptions
     from toastkit.stages.follow import GearRules
@@ -88,7 +88,7 @@ def gear_rules(flags: dict[str, Any], explain: Callable[[str], None] | None = No
 
 
 def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
-    """Raises UsageError for options of the gears that would change nothing."""
+    """Raise UsageError for gear options without effect."""
     if flags["gear"] == "off":
         refuse_together(context, "needs a --gear", *GEAR_NAMES)
     if flags["gear"] != "auto":

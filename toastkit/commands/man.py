@@ -1,4 +1,4 @@
-"""Finds a manual page: installed beside the program, or in the checkout; and opens it."""
+"""Find a manual page, installed beside the program or in the checkout, and open it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toastkit.errors import NoInputError, UnavailableError
 
 
 def find_page(name: str) -> Path:
-    """The page NAME(1). Raises NoInputError where it is not installed."""
+    """The page NAME(1). Raises NoInputError if it is not installed."""
     file = f"man1/{name}.1"
     checkout = Path(__file__).parents[2] / "man"
     prefixes = {sysconfig.get_path("data"), sys.prefix, os.path.expanduser("~/.local")}
@@ -25,12 +25,12 @@ def find_page(name: str) -> Path:
 
 
 def open_page(name: str) -> NoReturn:
-    """Becomes man(1), or mandoc(1) where there is no man."""
+    """Exec man(1), or mandoc(1) if there is no man."""
     page = find_page(name)
     for program in ("man", "mandoc"):
         if shutil.which(program):
             sys.stdout.flush()
-            # Python ignores it, and what we become would go on doing so, and so complain.
+            # Python ignores SIGPIPE; inherited, that would make the pager complain.
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             os.execlp(program, program, str(page))
     raise UnavailableError(f"neither man nor mandoc is installed: the page is {page}")

@@ -1,4 +1,4 @@
-"""toast-model: what models are here, what is in them, and how to get, convert and check them."""
+"""toast-model: list, inspect, get, convert and check models."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def _gears(text: str | None) -> tuple[str, ...]:
 
 
 def _bake_output(files, flags: dict[str, Any]) -> Path:
-    """Where the file goes. Refuses one that exists unless --force."""
+    """The output path. Refuses an existing one unless --force."""
     from toastkit.errors import CannotCreateError, reported_as
     from toastkit.model.locate import OWN_NAME, models_home
     from toastkit.model.toast_format import SUFFIX
@@ -247,7 +247,7 @@ def _bake_output(files, flags: dict[str, Any]) -> Path:
         out = models_home() / f"{stem}{SUFFIX}"
         with reported_as(f"cannot create {out.parent}", creating=True):
             make_private_directories(out.parent)
-    # These say no where we may not look: writing there says what is wrong.
+    # These are False if we may not look: writing there reports what is wrong.
     if os.path.isdir(out):
         raise CannotCreateError(f"cannot write {out}: it is a directory")
     if os.path.lexists(out) and not flags["force"]:
@@ -262,7 +262,7 @@ def split(source: str, **flags) -> int:
     from toastkit.model.locate import find
 
     out = Path(flags["output"])
-    if not out.name:  # it is made under another name beside this one
+    if not out.name:  # it is written under another name beside this one
         raise UsageError(f"-o takes the name of a directory to make, not {flags['output']!r}")
     files = find(source)
     Signals()
@@ -292,7 +292,7 @@ def verify(name: str, **flags) -> int:
             problems += 1
     except DataError:
         if not problems:
-            raise  # else it has been said: the same header stands in the way again
+            raise  # otherwise it has been reported: the same header fails again
     if problems:
         return DataError.code
     tensors = [n for header in files.headers for n in header.entries if is_model_tensor(n)]
@@ -308,8 +308,8 @@ plan.add_to(model)
 
 
 def _open(files):
-    """A Store of a checkpoint. Shapes are told, and weights written, by the CPU as well as by any
-    other device, and sooner."""
+    """The Store of a checkpoint. On the CPU, which infers shapes and writes weights as well as any
+    other device, and starts sooner."""
     from toastkit.engine import device
 
     device.start("cpu")
@@ -320,13 +320,13 @@ def _open(files):
 
 
 def _print_path(path: Path) -> None:
-    """For a person, or, byte by byte, for a program."""
+    """Print for a person, or, byte by byte, for a program."""
     text = shown(path).encode() if sys.stdout.isatty() else os.fsencode(path)
     sys.stdout.buffer.write(text + b"\n")
 
 
 def _bar(flags: dict[str, Any], label: str):
-    """progress(done, total) for a person, None where nobody looks."""
+    """progress(done, total) for a person, None if nobody watches."""
     return ProgressBar(label, "B") if watched(flags) else None
 
 

@@ -1,4 +1,4 @@
-"""What the subcommands of toast-model share: tables, what is said with -v."""
+"""Shared by the subcommands of toast-model: tables, messages of -v."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def table(
     head: tuple[str, ...], rows: Iterable[tuple[str, ...]], right: Container[int] = ()
 ) -> None:
-    """Prints columns as wide as their widest word. right: numbers of those that are flush right."""
+    """Print columns as wide as their widest word. right: indices of right-aligned columns."""
     rows = [head, *rows]
     widths = [max(len(row[n]) for row in rows) for n in range(len(head))]
     for row in rows:
@@ -27,5 +27,5 @@ def table(
 
 
 def whisper(flags: dict[str, Any]) -> Callable[[str], None]:
-    """What says a line with -v, and nothing without it."""
+    """A function that prints a line with -v, and nothing without it."""
     return cli.say if flags["verbose"] else lambda line: None

@@ -34,19 +34,19 @@ CHECKPOINT = "the checkpoint's"
 
 
 def defaulted(*names: str, default: float, help: str, source: str = "", **settings: Any):
-    """An option whose default is settled elsewhere, and said in its help. source: whose is taken
-    first, where there is one."""
+    """An option whose default is set elsewhere, and stated in its help. source: what takes
+    precedence over it, if anything."""
     said = f"{source}, or {default:g}" if source else f"{default:g}"
     return click.option(*names, help=f"{help} (default: {said}).", **settings)
 
 
 class Text(click.ParamType):
-    """Text of a prompt or for a model: an argument is bytes, and these have to be UTF-8."""
+    """Text of a prompt or for a model: arguments are bytes, and these must be UTF-8."""
 
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The text. Raises DataError for bytes that are none."""
+        """The text. Raises DataError for bytes that are not UTF-8."""
         return typed(value, param.opts[-1] if isinstance(param, click.Option) else "the prompt")
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str):
@@ -63,7 +63,7 @@ model = click.option(
 
 
 def absolute_model(model: str | None) -> str | None:
-    """A model's path as a daemon, in another directory, understands it; other names as given."""
+    """A model's path made absolute, for a daemon in another directory; other names unchanged."""
     path = os.path.expanduser(model or "crumb")
     if path != "crumb" and any(map(os.path.isfile, (path, os.path.join(path, "config.json")))):
         return os.path.abspath(path)
@@ -71,7 +71,7 @@ def absolute_model(model: str | None) -> str | None:
 
 
 def _session_name(context: click.Context, parameter: click.Parameter, value: str | None):
-    """Refuses a name that no session can have before anything else is done."""
+    """Refuse an invalid session name before anything else is done."""
     if value is not None:
         from toastkit.session.names import resolve
 
@@ -147,8 +147,8 @@ engine = together(
 
 
 def native_options(flags: dict[str, Any]) -> NativeOptions:
-    """What the flags say about native products. Raises UsageError for those that say how they are
-    computed, where the command line asks for none."""
+    """NativeOptions from flags. Raises UsageError for options on how native products are computed
+    if the command line turns these off."""
     context = click.get_current_context(silent=True)
     if context and flags["native"] == "off" and cli.given(context, "native"):
         cli.refuse_together(context, "is for native products, and --native off has none",
@@ -239,9 +239,9 @@ SAMPLING_NAMES = (
 
 
 def sampling_options(flags: dict[str, Any], defaults: dict[str, Any], seed: int | None):
-    """SamplingOptions from flags; what no flag sets comes from the checkpoint's defaults.
+    """SamplingOptions from flags; others come from the checkpoint's defaults.
 
-    seed: of the stream, where it records one; else a new one is drawn. Raises UsageError.
+    seed: of the stream, if recorded; else a new one is generated. Raises UsageError.
     """
     from toastkit.sampling.sampling_options import SamplingOptions
 
@@ -269,15 +269,15 @@ def bias(text: str) -> tuple[int, float]:
     return int(name), float(value)
 
 
-# Python's spelling of three values of JSON, which is Hugging Face's own in its documentation.
+# Three JSON values in Python's spelling, which Hugging Face's documentation uses.
 _PYTHON = {"True": True, "False": False, "None": None}
-# To a template any of these words is text, and text counts for true.
+# To a template each of these words is a string, and so true.
 _TRUE_WORDS, _FALSE_WORDS = ("true", "yes", "y", "on", "t"), ("false", "no", "n", "off", "f")
 
 
 def template_arguments(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """Template variables from K=V: V is read as JSON where it is JSON, and True, False and None as
-    in Python; else it is text. Raises UsageError for a word that means true or false elsewhere."""
+    """Template variables from K=V: V is parsed as JSON if valid, True, False and None as in Python;
+    else it is a string. Raises UsageError for a word that means true or false elsewhere."""
     arguments: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -295,7 +295,7 @@ def _template_value(name: str, value: str) -> Any:
     if value in _PYTHON:
         return _PYTHON[value]
     try:
-        return json.loads(value, parse_constant=int)  # NaN is no JSON, and no number
+        return json.loads(value, parse_constant=int)  # NaN is not JSON, and not a number
     except (ValueError, RecursionError):
         pass
     word = value.lower()
@@ -308,7 +308,7 @@ def _template_value(name: str, value: str) -> Any:
     return value
 
 
-MAX_JSON_BYTES = 16 << 20  # of messages or tools, as of a line to the daemon
+MAX_JSON_BYTES = 16 << 20  # of messages or tools, as for a line to the daemon
 
 
 def read_tools(name: str | None) -> list[dict] | None:

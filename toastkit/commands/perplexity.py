@@ -75,7 +75,7 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
         bits = None if engine.gears is None else engine.gears.bits
         gearing = Gearing(settings.mode, settings.scope, settings.bits, bits)
     if engine.gears is not None and engine.gears.options.fixed is not None:
-        engine.shift(engine.gears.options.fixed)  # now: it is no part of the scoring's time
+        engine.shift(engine.gears.options.fixed)  # now, so that scoring is not charged for it
     report = JsonReport(tokenizer, window, gearing) if flags["as_json"] else TextReport(gearing)
     scoring = Scoring(engine, window, flags, gearing, chooser_for)
     _score_all(scoring, texts, report)
@@ -83,7 +83,7 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
 
 
 def _check(context: click.Context, flags: dict[str, Any]) -> None:
-    """Raises UsageError for options that would change nothing, or that make no sense."""
+    """Raise UsageError for options without effect, or that make no sense."""
     policy_flags.refuse_idle(context, flags)
     if flags["experts"] is not None and flags["experts"].mode == "mobile":
         cli.refuse_together(context, "and --experts mobile exclude each other", "chunk")
@@ -102,7 +102,7 @@ def _window(wanted: int | None, context: int | None) -> int:
 
 
 def _names(files: tuple[str, ...], flags: dict[str, Any]) -> tuple[str, ...]:
-    """The files to read; stdin where none is named."""
+    """The files to read; stdin if none is named."""
     names = files or (STDIN,)
     if names.count(STDIN) > 1:
         raise UsageError(f"{STDIN} is standard input, which can be read only once")
@@ -112,7 +112,7 @@ def _names(files: tuple[str, ...], flags: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _tokenize(name: str, tokenizer: Tokenizer, limit: int | None) -> Text:
-    """Reads a text whole and tokenises it, so that no cut changes a token.
+    """Read a whole text and tokenise it, so that no cut changes a token.
 
     limit: tokens to score. Raises NoInputError, DataError.
     """
@@ -137,10 +137,10 @@ def _tokenize(name: str, tokenizer: Tokenizer, limit: int | None) -> Text:
 
 
 def _scored_bytes(tokenizer: Tokenizer, text: str, ids: list[int], cut: bool) -> int:
-    """Bytes of UTF-8 that all ids but the first stand for. cut: they are not all of the text."""
+    """UTF-8 bytes of all ids but the first. cut: they are not all of the text."""
     from toastkit.text.detokenizer import count_bytes
 
-    before = 0  # ids that the tokenizer has put before the text
+    before = 0  # ids that the tokenizer has prepended
     while ids[before : before + 1] and ids[before] in tokenizer.special_ids:
         if text.startswith(tokenizer.decode([ids[before]], keep_special=True)):
             break
@@ -150,7 +150,7 @@ def _scored_bytes(tokenizer: Tokenizer, text: str, ids: list[int], cut: bool) ->
 
 
 def _choosers(checkpoint: ModelFiles, vocab: int, flags: dict[str, Any]) -> Callable[[], Chooser]:
-    """A selector for each window: nothing of one is known in the next. Raises DataError for stored
+    """A selector per window: nothing carries over to the next. Raises DataError for stored
     thresholds that cannot be read."""
     from toastkit.engine.geared import BySelector
     from toastkit.frames import Head
@@ -162,13 +162,13 @@ def _choosers(checkpoint: ModelFiles, vocab: int, flags: dict[str, Any]) -> Call
     head = Head(checkpoint.name, fingerprint(checkpoint), vocab, eos=[])
     options = selector_for(head, gear_flags.gear_rules(flags, said.append)).options
     if flags["verbose"]:
-        cli.say(said[0])  # of thresholds; there is no prompt to say anything about
+        cli.say(said[0])  # about thresholds; there is no prompt to report on
     return lambda: BySelector(GearSelector(vocab, options))
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How texts are scored. chooser_for: of gears that change, None for others."""
+    """How texts are scored. chooser_for: for gears that change, None otherwise."""
 
     engine: Engine
     window: int
@@ -191,20 +191,19 @@ class Scoring:
         return score(self.engine, text.ids, self.window, chunk)
 
     def told(self) -> dict[str, Any]:
-        """What residency, experts and slots did for the text that was scored last, by their
-        names."""
+        """What residency, experts and slots did for the last text, by name."""
         from toastkit.engine.geared import falls_back
 
         reports = self.engine.run_report()
         if "experts" in reports and not falls_back(self.engine):
             for name in ("steps", "fallbacks", "ratio"):
-                del reports["experts"][name]  # a pass is over many tokens: there were no steps
+                del reports["experts"][name]  # a pass covers many tokens: no decode steps
         return {
             name: reports[name] for name in ("residency", "experts", "slots") if name in reports
         }
 
     def say(self, text: Text) -> None:
-        """What is about to be done, where that is wanted."""
+        """Announce what is about to be done, with -v."""
         if self.flags["verbose"]:
             count = len(text.ids) - 1
             said = f"{counted(count, 'token')}, {counted(-(-count // self.window), 'window')}"
@@ -212,7 +211,7 @@ class Scoring:
 
 
 def _score_all(scoring: Scoring, texts: list[Text], report: Report) -> None:
-    """Scores the texts one after another; a line for all of them where there are several."""
+    """Score the texts one after another; print a line for all of them if there are several."""
     from toastkit.engine.perplexity import Totals
 
     overall = Totals()
@@ -238,7 +237,7 @@ def _score_all(scoring: Scoring, texts: list[Text], report: Report) -> None:
 
 
 def _scores(scoring: Scoring, text: Text, totals: Totals) -> Generator[Scores, None, None]:
-    """The scores of a text, counted into totals, with a bar where a person may be waiting."""
+    """The scores of a text, added to totals, with a progress bar if a person may be waiting."""
     from toastkit.engine.perplexity import timed
 
     bar = None
@@ -258,7 +257,7 @@ def _scores(scoring: Scoring, text: Text, totals: Totals) -> Generator[Scores, N
 
 
 def _report_part(text: Text, totals: Totals, gearing: Gearing | None) -> None:
-    """Says on stderr how far an interrupted text got."""
+    """Report on stderr how far an interrupted text got."""
     if totals.tokens:
         cli.say(f"interrupted at token {totals.tokens} of {len(text.ids) - 1}")
         print(line(text.name, totals, gearing), file=sys.stderr, flush=True)

@@ -1,5 +1,5 @@
-"""The two ends of a filter: stdin that notices when stdout's reader has gone, and the loop between
-a reader and a writer."""
+"""The two ends of a filter: stdin that notices when stdout's reader is gone, and the loop between a
+reader and a writer."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from toastkit.frames import End, Error, Frame, FrameReader, FrameWriter, Head, T
 from toastkit.interrupts import Signals
 from toastkit.stages.streams import BEGIN
 
-GRACE = 1.0  # seconds that the end of a run is waited for after a signal, which decode got too
+GRACE = 1.0  # seconds to wait for the end of a run after a signal, which decode got too
 
 
 class WatchedInput:
-    """stdin as a binary stream whose reads end with BrokenPipeError once stdout's reader is gone:
-    a filter that waits for input would otherwise never notice. signals: a moment after the first,
-    the stream is at its end."""
+    """stdin as a binary stream whose reads end with BrokenPipeError once stdout's reader is gone,
+    which a filter waiting for input would otherwise never notice. signals: shortly after the first,
+    the stream ends."""
 
     def __init__(self, first: bytes = b"", signals: Signals | None = None):
         self._first = first
-        self.began = first[:1]  # what the stream began with, once it has
+        self.began = first[:1]  # the first byte of the stream, once read
         self._poll = select.poll()
         self._poll.register(0, select.POLLIN)
         self._signals = -1 if signals is None else signals.fileno()
@@ -69,7 +69,7 @@ class WatchedInput:
 
 
 def frame_writer() -> FrameWriter:
-    """A writer of frames to stdout. Raises UsageError where that is a terminal."""
+    """A writer of frames to stdout. Raises UsageError if that is a terminal."""
     if os.isatty(1):
         raise UsageError(
             "frames are not for a terminal",
@@ -83,7 +83,7 @@ class _ToNext(FrameWriter):
     def write(self, frame: Frame) -> None:
         try:
             super().write(frame)
-        except UnicodeEncodeError as error:  # a path, as the system has it
+        except UnicodeEncodeError as error:  # a path, as the system encodes it
             path = repr(error.object)
             raise UsageError(
                 f"the next command cannot be told of {path}: it is not UTF-8"
@@ -92,7 +92,7 @@ class _ToNext(FrameWriter):
 
 def frames_in(first: bytes = b"", signals: Signals | None = None) -> Iterator[Frame]:
     """The frames on stdin, see WatchedInput. first: bytes of them that were read already. Raises
-    UsageError where stdin is a terminal."""
+    UsageError if stdin is a terminal."""
     if not first and os.isatty(0):
         raise UsageError("frames are not read from a terminal", hint=BEGIN)
     source = WatchedInput(first, signals)
@@ -112,12 +112,12 @@ def run_filter(
     write: Callable[[Frame], None] | None = None,
     heeds: bool = False,
 ) -> int:
-    """Runs a stage between stdin and stdout and returns the exit code.
+    """Run a stage between stdin and stdout and return the exit code.
 
     build(frames, signals): the stage's generator. first: bytes of stdin that were read already.
-    write(frame): what to do with each frame; by default it goes to stdout. heeds: the stage looks
-    at signals itself; for others the run ends where one comes.
-    A failure is also sent on as an error frame, so that the stages below end with the same code.
+    write(frame): handles each frame; by default it goes to stdout. heeds: the stage handles signals
+    itself; for others a signal ends the run. A failure is also sent on as an error frame, so that
+    the stages downstream end with the same code.
     """
     signals = Signals()
     sends_frames = write is None
@@ -155,8 +155,8 @@ def _patiently(frames: Iterable[Frame], signals: Signals) -> Iterator[Frame]:
 
 
 def _ended(frames: Iterable[Frame], signals: Signals) -> Iterator[Frame]:
-    """The frames, and an end of the run where the stream was left at a signal before it came."""
-    tokens: int | None = None  # of the run that is open
+    """Pass frames on, and end the run if a signal cut the stream short."""
+    tokens: int | None = None  # of the open run
     try:
         for frame in frames:
             kind = type(frame)
@@ -167,7 +167,7 @@ def _ended(frames: Iterable[Frame], signals: Signals) -> Iterator[Frame]:
             elif kind is End:
                 tokens = None
             yield frame
-    except FrameError:  # it was left in the middle of a frame
+    except FrameError:  # cut off in the middle of a frame
         if not signals:
             raise
     if signals and tokens is not None:
@@ -175,7 +175,7 @@ def _ended(frames: Iterable[Frame], signals: Signals) -> Iterator[Frame]:
 
 
 def _close(stage: Iterator[Frame]) -> None:
-    """Lets the stage commit and clean up; a second failure there must not hide the first."""
+    """Let the stage commit and clean up; a second failure there must not hide the first."""
     try:
         stage.close()  # type: ignore[attr-defined]  # all stages are generators
     except ToastError as error:
@@ -183,8 +183,8 @@ def _close(stage: Iterator[Frame]) -> None:
 
 
 def send_error(error: ToastError, name: str) -> None:
-    """Sends an error down the pipe as the stream's last frame. name: the command's."""
+    """Send an error down the pipe as the stream's last frame. name: the command's."""
     stage = error.stage if isinstance(error, RemoteError) and error.stage else name
     error.sent = True
-    with suppress(OSError):  # nobody is there to hear it
+    with suppress(OSError):  # nobody is reading
         FrameWriter(sys.stdout.buffer).write(Error(error.code, stage, error.message, error.hint))

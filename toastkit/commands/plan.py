@@ -1,5 +1,5 @@
-"""toast-model plan: what of a model fits into a memory, how fast it will be, and what the gears
-would make of it."""
+"""toast-model plan: what of a model fits into memory, its predicted speed, and the effect of the
+gears."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMES = ("SECONDS", "BREAK-EVEN")
 
 
 def add_to(group: click.Group) -> None:
-    """Makes the command a subcommand of a group."""
+    """Add the command to a group."""
     cli.command(
         "plan", under=group, help="Say what of a model fits into memory, and how fast it is."
     )(_plan)
@@ -57,7 +57,7 @@ def _plan(given: click.Context, /, name: str, **flags) -> int:
 
     if flags["calibrate"] and flags["no_calibration"]:
         raise UsageError("--calibrate and --no-calibration exclude each other")
-    GearOptions(scope=flags["gear_scope"], bits=flags["gear_bits"])  # refuses before it reads
+    GearOptions(scope=flags["gear_scope"], bits=flags["gear_bits"])  # validates before reading
     files = find(name)
     residency = work_out(files, flags)
     found = rows = None
@@ -79,7 +79,7 @@ def _plan(given: click.Context, /, name: str, **flags) -> int:
 
 
 def _worked_out(files, flags: dict[str, Any]) -> Plan:
-    """The plan for the type that this machine would compute in."""
+    """The plan for the dtype that this machine would compute in."""
     from toastkit.engine import device
 
     on = device.start("auto")
@@ -96,7 +96,7 @@ def _worked_out(files, flags: dict[str, Any]) -> Plan:
 
 
 def _rows(found: Plan, bandwidth: int | None) -> list[dict[str, Any]]:
-    """The gears as plain data; with a bandwidth, in bytes a second, also the seconds of a token,
+    """The gears as plain data; with a bandwidth, in bytes per second, also the seconds per token,
     and the tokens after which a shift out of high gear has paid (None: never, or not one)."""
     from toastkit.gears.cost import break_even_tokens
 
@@ -114,7 +114,7 @@ def _rows(found: Plan, bandwidth: int | None) -> list[dict[str, Any]]:
 
 
 def _show(found: Plan, rows: list[dict[str, Any]]) -> None:
-    """Prints the plan of the gears for people."""
+    """Print the plan of the gears for people."""
     from toastkit.model.info import count, human
     from toastkit.text.terminal import shown
 

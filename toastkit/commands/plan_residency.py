@@ -1,5 +1,5 @@
-"""toast-model plan, the part about residency: which layers would stay, how many slots their experts
-would have, and how fast that is."""
+"""toast-model plan, the part on residency: which layers would stay on the device, how many expert
+slots there would be, and the predicted speed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from toastkit.residency.sizing import Sizes
     from toastkit.store.store import Store
 
-PROMPT = 1024  # tokens of the prompt whose seconds are predicted, or as many as are expected
+PROMPT = 1024  # prompt tokens to predict for, or as many as are expected
 
 residency_flags = together(
     click.option(
@@ -53,9 +53,9 @@ residency_flags = together(
 
 
 class _Model(NamedTuple):
-    """A model of which nothing is loaded. device: that it would run on, dtype: of activations.
-    native: how its products are computed, where these are native; wanted: so that they are. along:
-    a prompt's last token is no pass by itself."""
+    """A model that is not loaded. device: it would run on. dtype: of activations. native: how its
+    products are computed, if natively; wanted: they should be. along: a prompt's last token is not
+    a pass of its own."""
 
     holdings: Holdings
     sizes: Sizes
@@ -75,8 +75,8 @@ class _Model(NamedTuple):
 
 
 def work_out(files, flags: dict[str, Any]) -> dict[str, Any]:
-    """The plan as plain data, with a prediction, which is None without a calibration, and slots,
-    None where experts need none. Raises UsageError where nothing fits, or nothing would run."""
+    """The plan as plain data, with a prediction, None without a calibration, and slots, None if
+    experts need none. Raises UsageError if nothing fits, or nothing would run."""
     from toastkit.residency.memory import available_memory
     from toastkit.residency.model_sizes import cache_holds
     from toastkit.residency.residency_plan import Memory
@@ -100,12 +100,12 @@ def work_out(files, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fitted(model: _Model, memory: Memory, flags: dict[str, Any]) -> Fitted:
-    """What fits, as --resident and --expert-slots auto would have it."""
+    """What fits, as for --resident and --expert-slots auto."""
     from toastkit.engine.room import fitted, room_for_experts
     from toastkit.residency.residency_options import ResidencyOptions
 
     kind, amount = ("bytes", memory.size) if memory.given else ("auto", 0)
-    # A context that is expected must fit, and slots give nothing up for it later.
+    # An expected context must fit, and slots give nothing up for it later.
     priority = "max-context" if flags["context"] else flags["priority"]
     options = ResidencyOptions(kind, amount, flags["placement"], priority, flags["context"])
     room = room_for_experts(options, lambda: memory.size)(model.holdings).size()
@@ -115,8 +115,7 @@ def _fitted(model: _Model, memory: Memory, flags: dict[str, Any]) -> Fitted:
 
 
 def _slots(found: SlotPlan, measured: Calibration | None, cached: bool) -> dict[str, Any]:
-    """The slots as plain data. miss_seconds: of an expert that is fetched, None where nothing was
-    measured."""
+    """The slots as plain data. miss_seconds: to fetch one expert, None if not measured."""
     seconds = None if measured is None else found.miss / _rate(measured, cached)
     return {**asdict(found), "miss_seconds": seconds}
 
@@ -151,7 +150,7 @@ def _unloaded(files, flags: dict[str, Any]) -> _Model:
 
 
 def _planned(model: _Model, sizes: Sizes, memory: Memory, flags: dict[str, Any]) -> ResidencyPlan:
-    """The plan for a model, whose sizes may be others than it has."""
+    """The plan for a model with the given sizes, which may differ from its own."""
     from toastkit.residency.residency_plan import plan_residency
     from toastkit.residency.sizing import USUAL_CONTEXT
 
@@ -167,8 +166,8 @@ def _planned(model: _Model, sizes: Sizes, memory: Memory, flags: dict[str, Any])
 def _geared(
     model: _Model, found: Fitted, memory: Memory, flags: dict[str, Any]
 ) -> dict[str, dict[str, int] | None]:
-    """By gear, with those matrices in mid or in low gear that change gear, `gears`, layers that
-    would stay, and `geared_slots`, slots of a layer; None where none does, and without slots."""
+    """By gear, with the managed matrices in mid or in low gear: `gears`, resident layers, and
+    `geared_slots`, slots per layer; None if no matrix is managed, and without slots."""
     from dataclasses import replace
 
     from toastkit.gears.discovery import changing
@@ -196,7 +195,7 @@ def _geared(
 
 
 def _measured(model: _Model, available: int, flags: dict[str, Any]) -> Calibration | None:
-    """What was measured of such a model on this device, or is now."""
+    """The calibration of such a model on this device, measured before or now."""
     from toastkit.residency.calibration import about, load, save
     from toastkit.residency.sizing import RUNTIME, minimum
 
@@ -241,8 +240,8 @@ def _measure(model: _Model, flags: dict[str, Any]) -> Calibration:
 
 
 def _predicted(model: _Model, found: Fitted, measured: Calibration, cached: bool) -> dict[str, Any]:
-    """Seconds, and tokens a second. With slots for experts those where all that is wanted is in
-    them, and, as `missed`, where nothing is, each expert being waited for."""
+    """Seconds, and tokens per second. With expert slots for hits only, and, as `missed`, for misses
+    only, waiting for each expert."""
     from toastkit.engine.engine import CHUNK
     from toastkit.residency.predict import predict
 
@@ -307,7 +306,7 @@ def lines(name: str, told: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _experts(told: dict[str, Any]) -> list[tuple[str, str]]:
-    """The slots, as --expert-slots has them, and what it costs to find an expert in none."""
+    """The slots, as for --expert-slots, and the cost of a miss."""
     from toastkit.model.info import human
 
     where = f"{told['slots']} of {told['experts']} in each of {counted(told['layers'], 'layer')}"
@@ -342,5 +341,5 @@ def _times(told: dict[str, Any] | None, streams: bool, cached: bool) -> list[tup
 
 
 def _three_digits(number: float) -> str:
-    """As .3g has it, but large numbers in full: 4,460."""
+    """As .3g, but large numbers in full: 4,460."""
     return f"{float(f'{number:.3g}'):,.15g}"

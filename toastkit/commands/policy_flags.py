@@ -30,7 +30,7 @@ POLICY_NAMES = (
 
 
 def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
-    """Raises UsageError for options that would change nothing."""
+    """Raise UsageError for options without effect."""
     if "gear" in flags:
         gear_flags.refuse_idle(context, flags)
     for one in (expert_flags, resident_flags, expert_slot_flags):
@@ -50,7 +50,7 @@ def policy_options(flags: dict[str, Any]) -> PolicyOptions:
 
 
 def service_settings(flags: dict[str, Any]) -> dict[str, Any]:
-    """The fields of ServiceSettings that say which model is run, and how. Raises UsageError."""
+    """The fields of ServiceSettings on which model is run, and how. Raises UsageError."""
     return {
         "model": flags["model"] or "crumb",
         **{name: flags[name] for name in ("device", "dtype", "kv_bits")},
@@ -61,7 +61,7 @@ def service_settings(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def insisted(context: click.Context, flags: dict[str, Any]) -> str | None:
-    """What has to stay on a daemon's device if it is to be asked, as PolicyOptions.resident says
-    it; None for anything."""
+    """What a daemon must keep on its device to be used, as in PolicyOptions.resident; None for
+    anything."""
     resident = resident_flags.insisted(context, flags)
     return expert_slot_flags.insisted(context, flags, resident)

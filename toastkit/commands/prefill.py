@@ -1,4 +1,4 @@
-"""toast-prefill: a prompt through the model into a session."""
+"""toast-prefill: run a prompt through the model into a session."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def prefill(context: click.Context, **flags) -> int:
 
 
 def _told(frames: Iterable[Frame], engines: Engines) -> Iterator[Frame]:
-    """The frames; a line on stderr for what each policy did while a prompt was read."""
+    """Pass frames on; print a line on stderr for what each policy did during a prefill."""
     from toastkit.frames import Prefilled
 
     for frame in frames:
         if isinstance(frame, Prefilled) and engines.engine is not None:
             run_reports.tell(engines.engine.run_report())
-            engines.engine.begin_run()  # counts the next prompt by itself
+            engines.engine.begin_run()  # counts per prompt
         yield frame
 
 

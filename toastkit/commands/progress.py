@@ -1,4 +1,4 @@
-"""What a person sees while something takes long: a line on a terminal, gone when it is done."""
+"""Progress of long operations: a line on a terminal, removed when done."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from toastkit.text.terminal import shown
 if TYPE_CHECKING:
     from toastkit.stages.run.settings import ReadOptions
 
-PATIENCE = 1.0  # seconds of work before anything is shown
+PATIENCE = 1.0  # seconds before anything is shown
 LABEL_CHARACTERS = 24
 
 
 class ProgressBar:
-    """A line on stderr that appears once the work takes over a second, wherever it is then, and
-    vanishes with it.
+    """A line on stderr that appears once the work takes over a second, and vanishes with it.
 
     label: what is being done. unit: what is counted, "B" for bytes.
     """
@@ -39,9 +38,9 @@ class ProgressBar:
         self._lock = threading.Lock()
 
     def __call__(self, done: int = 0, total: int = 0, note: str = "") -> None:
-        """done, total: prompt tokens in the state, and in all; or what else is counted; a total of
-        0 is not known. note: what is said beside them. When all is done the line vanishes; the next
-        call begins another."""
+        """Show progress. done, total: prompt tokens in the state, and in all, or whatever is
+        counted; a total of 0 is unknown. note: shown beside them. When all is done the line
+        vanishes; the next call begins another."""
         with self._lock:
             self._done, self._total, self._note = done, total, note
             if self._bar is not None:
@@ -56,7 +55,7 @@ class ProgressBar:
             atexit.register(self.close)
 
     def close(self) -> None:
-        """Removes the line."""
+        """Remove the line."""
         atexit.unregister(self.close)
         if self._timer is not None:
             self._timer.cancel()
@@ -67,13 +66,13 @@ class ProgressBar:
                 self._bar = None
 
     def _show(self) -> None:
-        """In the timer's thread: the work may be one long call."""
+        """Draw, on the timer's thread: the work may be one long call."""
         from tqdm.std import tqdm
 
         with self._lock:
             if self._timer is None:
                 return
-            tqdm.monitor_interval = 0  # no thread that redraws
+            tqdm.monitor_interval = 0  # no redraw thread
             tqdm.set_lock(threading.RLock())  # and no lock between processes
             self._bar = tqdm(
                 desc=self._label,
@@ -96,7 +95,7 @@ class ProgressBar:
 
 
 def _columns() -> int:
-    """The width that a line may have: that of the terminal now, less the ^C of an impatient
+    """Maximum width of the line: the terminal's current width, less the ^C of an impatient
     person."""
     return max(1, (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 3)
 
@@ -107,13 +106,13 @@ def last_part(name: str) -> str:
 
 
 def watched(flags: dict[str, Any]) -> bool:
-    """Whether a person sees what is written on stderr, and wants to."""
+    """True if a person sees stderr, and has not asked for quiet."""
     return sys.stderr.isatty() and not flags["quiet"]
 
 
 @contextmanager
 def waiting(label: str, flags: dict[str, Any]) -> Iterator[None]:
-    """Says what is being done, where a person watches and it takes long."""
+    """Show what is being done, if a person watches and it takes long."""
     if not watched(flags):
         yield
         return
@@ -123,7 +122,7 @@ def waiting(label: str, flags: dict[str, Any]) -> Iterator[None]:
 
 
 def read_options(flags: dict[str, Any]) -> ReadOptions:
-    """ReadOptions from flags, with a bar where stderr is a terminal."""
+    """ReadOptions from flags, with a bar if stderr is a terminal."""
     from toastkit.stages.run.settings import ReadOptions
 
     named = flags["session"] is not None or flags["fork"] is not None

@@ -1,4 +1,4 @@
-"""Where a prompt comes from: words on the command line, stdin, or a file of messages."""
+"""Sources of prompts: words on the command line, stdin, or a file of messages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, at
 
 
 def prompt_tokenizer(flags: dict[str, Any], later: bool = False) -> PromptTokenizer:
-    """The tokenizer of the checkpoint that -m names, with the flags' settings. later: it is read
-    when it is needed."""
+    """The tokenizer of the checkpoint that -m names, with the flags' settings. later: load it on
+    demand."""
     from toastkit.model.config import load_config
     from toastkit.model.locate import locate
 
@@ -48,8 +48,8 @@ def prompt_tokenizer(flags: dict[str, Any], later: bool = False) -> PromptTokeni
 def prompts(words: tuple[str, ...], flags: dict[str, Any], first: bytes = b"") -> Iterator[Prompt]:
     """The prompts that the flags and the words ask for.
 
-    words: the arguments; "-" among them means stdin even where it would not be read by itself.
-    first: bytes of stdin that were read already. Piped text goes before the words.
+    words: the arguments; "-" among them means stdin even if it would not be read otherwise. first:
+    bytes of stdin that were read already. Piped text goes before the words.
     """
     asked = "-" in words
     argument = " ".join(word for word in words if word != "-")
@@ -90,14 +90,14 @@ def _conversation(argument: str, flags: dict[str, Any]) -> Prompt:
 
 
 def _check_stdin(flags: dict[str, Any]) -> None:
-    """Either file may be read first."""
+    """Refuse stdin for both files: either may be read first."""
     if flags["messages"] == flags["tools"] == "-":
         raise UsageError("--messages and --tools cannot both be standard input")
 
 
 def _prompt(text: str, argument: str, flags: dict[str, Any]) -> Prompt:
-    """One prompt: piped text, then the argument. Raw text is joined as it stands; in a message a
-    blank line stands between the two, and the newline that ends a file is left out."""
+    """One prompt: piped text, then the argument. Raw text is concatenated; a message has a blank
+    line between the two, without the newline that ends a file."""
     if flags["raw"]:
         return Prompt(text=text + argument)
     from toastkit.text.messages import user_messages

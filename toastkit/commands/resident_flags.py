@@ -38,7 +38,7 @@ RESIDENT_NAMES = ("resident", "placement", "priority")
 
 
 def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
-    """Raises UsageError for options of the residency that would change nothing."""
+    """Raise UsageError for residency options without effect."""
     if flags["resident"].kind != "auto":
         refuse_together(context, "is for --resident auto", "priority")
     if flags["resident"].kind == "all":
@@ -51,9 +51,9 @@ def residency_options(flags: dict[str, Any]) -> ResidencyOptions | None:
 
 
 def insisted(context: click.Context, flags: dict[str, Any]) -> str | None:
-    """The setting that a daemon must have if it is to be asked: of these on the command line.
-    None where none is given: a variable is for models that are loaded here, since an answer
-    does not depend on which layers stay."""
+    """The setting that a daemon must have to be used, from the command line. None if there is none:
+    environment variables are for models that are loaded here, since an answer does not depend on
+    which layers are resident."""
     return _options(flags).setting if given(context, *RESIDENT_NAMES) else None
 
 

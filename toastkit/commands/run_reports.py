@@ -1,4 +1,4 @@
-"""What the policies of a model have done, in words: lines of -v, and of a daemon's status."""
+"""Reports of a model's policies in words: lines of -v, and of a daemon's status."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def told(frames: Iterable[Frame]) -> Generator[Frame, None, None]:
-    """The frames; after each run, whose answer has then been ended, a line on stderr for what each
-    policy did in it."""
+    """Pass frames on; after each run, when its answer is complete, print a line on stderr for what
+    each policy did in it."""
     from toastkit.frames import End
 
     for frame in frames:
@@ -25,15 +25,15 @@ def told(frames: Iterable[Frame]) -> Generator[Frame, None, None]:
 
 
 def tell(reports: Mapping[str, Any]) -> None:
-    """A line on stderr for each policy's report among other things. That of a daemon of another
-    version may say other things."""
+    """Print a line on stderr for each policy's report. A daemon of another version may report other
+    things."""
     for name, told in COUNTED.items():
         with suppress(KeyError, TypeError):
             say(f"{name}: {told(reports[name])}")
 
 
 def tell_stats(stats: Mapping[str, Any]) -> None:
-    """The lines for residency, experts and slots in the stats of an answer, whose gears are no
+    """The lines for residency, experts and slots in the stats of an answer, whose gears are not a
     policy's report."""
     tell({name: told for name, told in stats.items() if name != "gears"})
 
@@ -79,7 +79,7 @@ def counted_experts(report: Mapping[str, Any]) -> str:
 
 
 def _speed(seconds: Mapping[str, Any] | None, estimate: float | None) -> str:
-    """What MoBiLE gave beside what equation 1 says of it, as far as either is known."""
+    """The measured speed of MoBiLE beside the estimate of equation 1, as far as known."""
     if not seconds or not seconds["step"]:
         return ""
     line = f"; {1 / seconds['step']:.1f} tokens/s"

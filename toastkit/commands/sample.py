@@ -1,4 +1,4 @@
-"""toast-sample: logits into tokens, and each token back to the decode that waits for it."""
+"""toast-sample: logits into tokens, and each token back to the waiting decode."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def sample(context: click.Context, **flags) -> int:
 
 
 def _seed(head: Head) -> int | None:
-    """The seed that a recorded stream was drawn with."""
+    """The seed that a recorded stream was sampled with."""
     record = head.extra.get("sampling")
     seed = record.get("seed") if isinstance(record, dict) else None
     return seed if type(seed) is int and 0 <= seed < 2**64 else None
 
 
 def _defaults(head: Head) -> dict[str, Any]:
-    """The checkpoint's own sampling settings; none where the stream came from elsewhere."""
+    """The checkpoint's own sampling settings; none if the stream came from elsewhere."""
     from toastkit.model.config import sampling_defaults
 
     files = _checkpoint(head)
@@ -50,7 +50,7 @@ def _defaults(head: Head) -> dict[str, Any]:
 
 
 def _xtc_special_ids(chain, head: Head) -> tuple[int, ...]:
-    """Tokens that XTC never removes; only the end-of-turn ones where the model is not here."""
+    """Tokens that XTC never removes; only the end-of-turn ones if the model is not here."""
     if chain.xtc_probability == 0:
         return ()
     from toastkit.stages.answer import xtc_special_ids
@@ -61,7 +61,7 @@ def _xtc_special_ids(chain, head: Head) -> tuple[int, ...]:
 
 
 def _checkpoint(head: Head):
-    """What the head names, None where it is not here or has changed since."""
+    """The checkpoint that the head names, None if it is not here or has changed since."""
     from toastkit.errors import DataError, NoInputError
     from toastkit.model.locate import for_stream
 

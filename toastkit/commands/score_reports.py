@@ -1,4 +1,4 @@
-"""What toast-perplexity prints: lines or JSON, and how the gears are summed up."""
+"""Output of toast-perplexity: lines or JSON, with a summary of the gears."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Text:
     """A text to score. name: the file, "-" for stdin. ids: its tokens; the first is not scored.
-    bytes: of UTF-8 that the scored tokens stand for."""
+    bytes: UTF-8 bytes of the scored tokens."""
 
     name: str
     ids: list[int]
@@ -30,7 +30,7 @@ class Text:
 @dataclass(frozen=True)
 class Gearing:
     """The gears of a run. mode: auto, low, mid or high. scope, bits: of GearOptions. widths: bits
-    of a managed weight by gear; None where no gear changes anything."""
+    of a managed weight by gear; None if no gear changes anything."""
 
     mode: str
     scope: str
@@ -38,7 +38,7 @@ class Gearing:
     widths: dict[str, float] | None
 
     def words(self, totals: Totals) -> list[str]:
-        """What a line says of the gears, in parts."""
+        """The parts of a line on the gears."""
         if self.mode != "auto":
             if self.widths is None:
                 return [f"{self.mode} gear"]
@@ -53,7 +53,7 @@ class Gearing:
         ]
 
     def facts(self, totals: Totals) -> dict[str, Any]:
-        """What an object of JSON says of the gears, by field."""
+        """The fields of a JSON object on the gears."""
         return {
             "gear": self.mode,
             "gear_scope": self.scope,
@@ -85,7 +85,7 @@ def line(name: str, totals: Totals, gearing: Gearing | None) -> str:
 
 
 class TextReport:
-    """One line for each text, written when it is done."""
+    """One line per text, printed when it is done."""
 
     def __init__(self, gearing: Gearing | None):
         self._gearing = gearing
@@ -94,7 +94,7 @@ class TextReport:
         """Nothing: tokens are not shown."""
 
     def total(self, of: Text | int, totals: Totals, told: dict[str, Any] | None = None) -> None:
-        """Prints the line of a text, or of so many together."""
+        """Print the line of a text, or of that many together."""
         name = "total" if isinstance(of, int) else of.name
         fell = (told or {}).get("experts", {})
         more = f", fallback ratio {fell['ratio']:.4f}" if fell.get("mode") == "mobile" else ""
@@ -111,7 +111,7 @@ class JsonReport:
         self._stream: Any = None
 
     def tokens(self, text: Text, scores: Scores) -> None:
-        """Writes an object for each of some tokens."""
+        """Print an object for each token."""
         if scores.position == 1:
             from toastkit.text.detokenizer import StreamingDetokenizer
 
@@ -133,7 +133,8 @@ class JsonReport:
         sys.stdout.flush()
 
     def total(self, of: Text | int, totals: Totals, told: dict[str, Any] | None = None) -> None:
-        """Writes the totals of a text, or of so many together. told: more fields for its object."""
+        """Print the totals of a text, or of that many together. told: more fields for its
+        object."""
         what = {"files": of} if isinstance(of, int) else {"file": of.name}
         values = {
             "perplexity": _finite(totals.perplexity),
@@ -158,5 +159,5 @@ Report = TextReport | JsonReport
 
 
 def _finite(value: float | None) -> float | None:
-    """The number; None for infinity and NaN, which JSON has not."""
+    """The number; None for infinity and NaN, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None

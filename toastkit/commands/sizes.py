@@ -1,5 +1,5 @@
-"""Words of the command line that stand for something: numbers, 5, 0.7; sizes and durations, 2G,
-512M, 16K; 30s, 5m, 1h; and what other modules add."""
+"""Parameter types: numbers, 5, 0.7; sizes and durations, 2G, 512M, 16K; 30s, 5m, 1h; and a base for
+those of other modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SECONDS = {"ms": 0.001, "": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _LIMIT = 1 << 62
 _NUMBER = r"([0-9]{1,18}(?:\.[0-9]{1,9})?)"
-_DIGITS = 9  # behind the point, at most
+_DIGITS = 9  # after the decimal point, at most
 _INTEGER = re.compile("[+-]?[0-9]{1,30}")
 _FLOAT = re.compile(
     r"[+-]?([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})(e[+-]?[0-9]{1,3})?|[+-]?(nan|inf)",
@@ -24,18 +24,17 @@ _FLOAT = re.compile(
 
 
 def is_number(text: str) -> bool:
-    """Whether it is one as people and other programs write it. Python takes 1_0 too, and digits of
-    any script."""
+    """True for the usual spelling of numbers. Python also takes 1_0, and digits of any script."""
     return _FLOAT.fullmatch(text) is not None
 
 
 class _Written(click.ParamType):
-    """Refuses what is not written as a number before the class that is mixed with it reads it."""
+    """Refuse unusual spellings of numbers before the class it is mixed with parses them."""
 
     form = _INTEGER
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number; blanks around it do not matter. Anything else is a usage error."""
+        """The number; surrounding blanks do not matter. Anything else is a usage error."""
         if isinstance(value, str) and self.form.fullmatch(value.strip()) is None:
             self.fail(f"{value[:40]!r} is not a valid {self.name}", param, ctx)
         return super().convert(value, param, ctx)
@@ -46,20 +45,20 @@ class Integer(_Written, click.types.IntParamType):
 
 
 class IntegerRange(_Written, click.IntRange):
-    """A whole number between two, see click.IntRange."""
+    """An integer in a range, see click.IntRange."""
 
 
 class Float(_Written, click.types.FloatParamType):
-    """Any number; whether NaN and infinity will do is for others to say."""
+    """Any number; callers check for NaN and infinity."""
 
     form = _FLOAT
 
 
 class Word(click.ParamType):
-    """A word that stands for something, which `parse` says."""
+    """A word with a meaning, given by `parse`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """What a word stands for. A word that stands for nothing is a usage error."""
+        """Parse a word. One without meaning is a usage error."""
         if not isinstance(value, str):
             return value  # click converts what has been converted again
         try:
@@ -68,13 +67,13 @@ class Word(click.ParamType):
             self.fail(str(error), param, ctx)
 
     def parse(self, word: str) -> Any:
-        """What it stands for. Raises ValueError, which says why it is nothing."""
+        """The meaning of a word. Raises ValueError, which says why it has none."""
         raise NotImplementedError
 
 
 class Size(Word):
     """Bytes: a number, with K, M, G or T for powers of 1024; an iB or B after it changes nothing.
-    low: the least that makes sense."""
+    low: minimum."""
 
     name = "size"
 
@@ -106,8 +105,8 @@ class Amount(NamedTuple):
 class HowMany(Word):
     """One of some words, a number of things, or a size with its unit.
 
-    name: of the type. words: that mean something by themselves. count: the things, in the plural.
-    share: whether a share of them, in per cent, will do too. said: all that, for a person.
+    name: of the type. words: with a meaning by themselves. count: the things, in the plural. share:
+    accept percentages too. said: all that, for a person.
     """
 
     def __init__(self, words: tuple[str, ...], count: str, said: str, share: bool = False):
@@ -131,7 +130,7 @@ class HowMany(Word):
         raise ValueError(f"{word[:40]!r} is not {self._said}")
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str):
-        """The words; of numbers there are too many."""
+        """The words; there are too many numbers."""
         return completion.beginning(incomplete, self._words)
 
 

@@ -1,4 +1,4 @@
-"""Standard input as text: whether there is any, and what it says."""
+"""Standard input as text: whether there is any, and its contents."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import BinaryIO
 
 from toastkit.errors import DataError, reported_as
 
-# Of a text: no context holds more, and a corpus of this size is scored for days.
+# of a text: no context holds more, and scoring such a corpus takes days
 MOST_BYTES = 32 << 20
 
 
 def stdin_has_text() -> bool:
-    """Whether stdin is something to read: a pipe or a file. A terminal, a device or a socket that
-    was merely inherited is not: reading it could wait for ever."""
+    """True if stdin should be read: a pipe or a file. Reading a terminal, a device or an inherited
+    socket could block for ever."""
     try:
         mode = os.fstat(0).st_mode
     except OSError:
@@ -25,14 +25,13 @@ def stdin_has_text() -> bool:
 
 
 def read_stdin(what: str = "the prompt", most: int = MOST_BYTES) -> bytes:
-    """All of it. Raises DataError where it does not end in time."""
+    """Read all of stdin. Raises DataError if it is too long."""
     return _read(sys.stdin.buffer, what, most)
 
 
 def read_input(name: str, what: str, most: int = MOST_BYTES) -> bytes:
-    """All of a file, or of stdin where the name is "-". what: for the message of the DataError
-    that is raised for more than `most` bytes. Raises as from_os_error does where it cannot be
-    read."""
+    """Read all of a file, or of stdin if the name is "-". what: for the message of the DataError
+    raised for more than `most` bytes. Raises as from_os_error does if it cannot be read."""
     with reported_as(f"cannot read {name or repr(name)}"):
         if name == "-":
             return read_stdin(what, most)
@@ -48,8 +47,8 @@ def _read(stream: BinaryIO, what: str, most: int) -> bytes:
 
 
 def stdin_lines(first: bytes = b"") -> Iterator[bytes]:
-    """Its lines as they come, without their ends. first: bytes of it that were read already.
-    Raises DataError for one that does not end in time."""
+    """Its lines as they come, without line ends. first: bytes of it that were read already. Raises
+    DataError for one that is too long."""
     while (line := sys.stdin.buffer.readline(MOST_BYTES + 1)) or first:
         if len(line) > MOST_BYTES:
             raise DataError(f"a line of the prompt: over {MOST_BYTES >> 20} MiB")
@@ -58,11 +57,11 @@ def stdin_lines(first: bytes = b"") -> Iterator[bytes]:
 
 
 def text_of(data: bytes) -> str:
-    """Bytes as text. Raises DataError, naming the first byte that is not UTF-8."""
+    """Decode bytes. Raises DataError, naming the first byte that is not UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        from toastkit.frames import starts_frames  # msgpack with it, which the client does without
+        from toastkit.frames import starts_frames  # and msgpack, which the client does without
 
         if starts_frames(data[:1]):
             raise DataError(
@@ -72,12 +71,12 @@ def text_of(data: bytes) -> str:
 
 
 def not_utf8(what: str, error: UnicodeDecodeError) -> DataError:
-    """The error for bytes that are no text. what: said before that."""
+    """The error for bytes that are not UTF-8. what: prefix of its message."""
     byte = error.object[error.start]
     return DataError(f"{what} not UTF-8: byte 0x{byte:02x} at offset {error.start}")
 
 
 def user_turn(text: str, words: str) -> str:
-    """One message of piped text and then the words, with a blank line between; the newline that
-    ends a file is left out."""
+    """One message of piped text and then the words, with a blank line between, without the newline
+    that ends a file."""
     return "\n\n".join(part for part in (text.rstrip("\n"), words) if part)

@@ -1,4 +1,4 @@
-"""toast: ask and get an answer, from the daemon where there is one."""
+"""toast: ask and get an answer, from a daemon if there is one."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def toast(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
 
 
 def _check(context: click.Context, flags: dict[str, Any]) -> None:
-    """Raises UsageError for flags that make no sense together."""
+    """Raise UsageError for flags that make no sense together."""
     if not flags["as_json"]:
         cli.refuse_together(context, "needs --json, which shows them", "top")
     if flags["extract"]:
@@ -101,7 +101,7 @@ def _check(context: click.Context, flags: dict[str, Any]) -> None:
 
 
 def _request_options(flags: dict[str, Any]) -> dict[str, Any]:
-    """What the flags set, as toasted(7) has it; the rest is left to the checkpoint."""
+    """Options set by flags, as in toasted(7); the others are left to the checkpoint."""
     names = (*options.SAMPLING_NAMES, "seed", "max_tokens")
     values = {name: flags[name] for name in names if flags[name] is not None}
     more = {
@@ -131,14 +131,14 @@ def _biases(texts: tuple[str, ...]) -> dict[str, float]:
 
 
 def _refuse_infinite(name: str, value: Any) -> None:
-    """Raises UsageError for infinity and NaN, which JSON has not."""
+    """Raise UsageError for infinity and NaN, which JSON lacks."""
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(f"invalid {name.replace('_', '-')}: {value} is not a number in reach")
 
 
 def _conversation(context: click.Context, flags: dict[str, Any]) -> Chat:
     """The conversation that the flags name, with its system message. Raises UsageError if it has
-    another one; a variable for --system counts only where a conversation begins."""
+    another one; an environment variable for --system only counts at its beginning."""
     from toastkit.client.chats import Chat, last_chat, named_chat
 
     system = flags["system"]
@@ -160,8 +160,8 @@ def _conversation(context: click.Context, flags: dict[str, Any]) -> Chat:
 
 
 def _question(words: tuple[str, ...]) -> str:
-    """The user's message: what is piped in, then the words. Raises DataError or UsageError where
-    there is none."""
+    """The user's message: piped text, then the words. Raises DataError or UsageError if there is
+    none."""
     from toastkit.commands.stdin import read_stdin, stdin_has_text, text_of, user_turn
 
     piped = "-" in words or stdin_has_text()
@@ -179,7 +179,7 @@ def _joined(words: tuple[str, ...]) -> str:
 
 
 def _wanted(context: click.Context, flags: dict[str, Any], lines: Lines) -> Wanted:
-    """What the flags say about who shall answer. OF_THIS_PROCESS ask for this one."""
+    """What the flags say about the backend. OF_THIS_PROCESS require this process."""
     from toastkit.client.backend import Wanted
 
     return Wanted(

@@ -1,4 +1,4 @@
-"""toasted: the daemon, and how one is asked how it is, or told to stop."""
+"""toasted: the daemon, and its control: status, stop, reload, health."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from toastkit.daemon.audit import Audit
     from toastkit.daemon.background import Starter
 
-ACTIONS = ("status", "stop", "reload", "health")  # of one that runs
+ACTIONS = ("status", "stop", "reload", "health")  # on a running daemon
 STARTS = ("start", "restart")
 ALL = (*STARTS, *ACTIONS)
 ANSWER_SECONDS = 60.0  # for a daemon to answer an action
-STOP_SECONDS = 35.0  # for it to be gone: the usual --drain, and some more
+STOP_SECONDS = 35.0  # for it to be gone: the default --drain, plus a margin
 ONLY_DAEMON = (
     "model", "daemon", "pidfile", "idle_unload", "device", "dtype", "kv_bits",
     *NativeOptions._fields, "chunk", "parallel", "batch", "max_queue", "max_connections",
@@ -40,7 +40,7 @@ ONLY_DAEMON = (
 
 
 def _actions(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """The actions that begin like what was typed, for completion."""
+    """The actions that begin with what was typed, for completion."""
     return [action for action in ALL if action.startswith(incomplete)]
 
 
@@ -129,7 +129,7 @@ def _check_action(action: str) -> None:
 
 
 def _run_in_background(flags: dict[str, Any]) -> int:
-    """Returns in both processes: at once when the daemon is ready, and when the daemon ends."""
+    """Returns in both processes: in one when the daemon is ready, in the other when it ends."""
     from toastkit.base_directories import own_directory
     from toastkit.daemon import activation, background
 
@@ -149,7 +149,7 @@ def _run_in_background(flags: dict[str, Any]) -> int:
 
 
 def _make_absolute(flags: dict[str, Any]) -> None:
-    """Paths mean the directory that the daemon was started in, not the one that it goes to."""
+    """Resolve paths against the directory that the daemon was started in, before it leaves it."""
     from toastkit.model.hub import hub_cache
 
     for name in ("pidfile", "audit"):
@@ -160,7 +160,7 @@ def _make_absolute(flags: dict[str, Any]) -> None:
 
 
 def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | None = None) -> int:
-    """Runs the daemon to its end; the exit code."""
+    """Run the daemon to its end; return the exit code."""
     from toastkit.daemon.life import Settings, serve
     from toastkit.daemon.paths import pidfile_path
     from toastkit.daemon.service_settings import Limits
@@ -240,7 +240,7 @@ def _act(action: str, flags: dict[str, Any]) -> int:
 
 
 def _stop(path: str) -> dict[str, Any]:
-    """Tells the daemon to stop, and waits until it has let go of its place."""
+    """Tell the daemon to stop, and wait until its socket is free."""
     from toastkit.client.socket_backend import control
 
     return control(path, "stop", STOP_SECONDS, True)
@@ -253,13 +253,14 @@ def _lines(action: str, told: dict[str, Any]) -> Iterator[str]:
             yield from list(_summary(told))
             return
         except (KeyError, TypeError):
-            pass  # a daemon of another version tells other things
+            pass  # a daemon of another version reports other things
     for name, value in _flat(told):
         yield f"{name}: {value}"
 
 
 def _summary(status: dict[str, Any]) -> Iterator[str]:
-    """What counts of a status, in words. Raises KeyError or TypeError for one that is not ours."""
+    """The essentials of a status in words. Raises KeyError or TypeError for one of another
+    version."""
     from toastkit.model.info import human
 
     ledger, tokens, chats = status["ledger"], status["tokens"], status["conversations"]
@@ -308,7 +309,7 @@ def _ago(seconds: float) -> str:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """What a reply says, a name and a value for each line."""
+    """The fields of a reply, a name and a value per line."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
