@@ -52,7 +52,7 @@ def test_any_bytes_into_any_memory(path: Path, data: st.DataObject) -> None:
     end too. Beside it nothing is written."""
     start = data.draw(st.integers(0, SIZE + 10))
     sizes = data.draw(st.lists(SIZES, min_size=1, max_size=5))
-    between = data.draw(st.sampled_from([PAGE, 3 * PAGE, direct.BETWEEN_BYTES]))
+    between = data.draw(st.sampled_from([PAGE, 3 * PAGE, direct.BOUNCE_BYTES]))
     memories, position = [], start
     for size in sizes:
         congruent = data.draw(st.booleans())

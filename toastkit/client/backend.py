@@ -77,7 +77,7 @@ def _daemon(wanted: Wanted, interrupts: Signals | None) -> Backend | None:
 
     try:
         path = socket_path(wanted.socket)
-        found = connect(path, interrupts, _watched())
+        found = connect(path, interrupts, _watched_stdout())
     except CannotCreateError as error:
         # The default directory is somebody else's: no daemon of ours can be there.
         if wanted.verbose:
@@ -93,10 +93,10 @@ def _daemon(wanted: Wanted, interrupts: Signals | None) -> Backend | None:
 def _this_process(wanted: Wanted, interrupts: Signals | None) -> Backend:
     from toastkit.client.local_backend import LocalBackend
 
-    return LocalBackend(wanted, interrupts, _watched())
+    return LocalBackend(wanted, interrupts, _watched_stdout())
 
 
-def _watched() -> int | None:
+def _watched_stdout() -> int | None:
     """stdout, if its reader can go away."""
     return STDOUT if is_pipe(STDOUT) else None
 

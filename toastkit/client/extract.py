@@ -25,7 +25,7 @@ def first_block(text: str) -> str | None:
     for line in lines:
         if _closes(line, indent, fence):
             break
-        held.append(_without(line, indent))
+        held.append(_dedented(line, indent))
     else:
         if held and not held[-1]:
             held.pop()  # the text ended with a newline
@@ -44,7 +44,7 @@ def _width(blank: str) -> int:
     return len(blank.expandtabs(4))
 
 
-def _without(line: str, indent: int) -> str:
+def _dedented(line: str, indent: int) -> str:
     """The line without up to `indent` columns of blanks; a tab across that leaves its remainder."""
     column = start = 0
     while column < indent and line[start : start + 1] in (" ", "\t"):

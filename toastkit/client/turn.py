@@ -89,7 +89,7 @@ class Turns:
             raise
         except UnavailableError as error:
             if answer.text:
-                error.hint = error.hint or self._way_on("the last turn")
+                error.hint = error.hint or self._continue_hint("the last turn")
             raise
         self._finish(answer)
         return answer
@@ -139,7 +139,7 @@ class Turns:
             if self._settings.keep:
                 self._chat.save()
 
-    def _way_on(self, where: str) -> str | None:
+    def _continue_hint(self, where: str) -> str | None:
         """A hint at how to continue the conversation; None if nothing of it is kept."""
         turns = any(message["role"] == "assistant" for message in self._chat.messages)
         if not turns or not self._settings.keep:
@@ -154,7 +154,7 @@ class Turns:
                 tell(answer.stats)
         if answer.reason in (None, "interrupt") and not self._interrupts.signal:
             raise UnavailableError(
-                f"{self._backend.name} broke the answer off", hint=self._way_on("there")
+                f"{self._backend.name} broke the answer off", hint=self._continue_hint("there")
             )
         if settings.extract and answer.reason is not None:
             _print_block(answer.text)

@@ -104,7 +104,7 @@ _EAGER: dict[str, Any] = {
 
 
 def _talk_options() -> list:
-    flag: dict[str, Any] = {"is_flag": True, "callback": _either}
+    flag: dict[str, Any] = {"is_flag": True, "callback": _merge_group_flag}
     return [
         click.option("-v", "--verbose", **flag, help="Say on stderr what is being done."),
         click.option("-q", "--quiet", **flag, help="Say nothing on stderr but errors."),
@@ -125,7 +125,7 @@ def _program_options() -> list:
     ]  # fmt: skip
 
 
-def _either(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+def _merge_group_flag(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
     """A flag before a subcommand's name counts like one after it."""
     outer = context.parent.params if context.parent is not None else {}
     return value or bool(outer.get(parameter.name or ""))

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from toastkit.commands import cli, completion, plan
-from toastkit.commands.models import as_json, table, whisper
+from toastkit.commands.models import as_json, say_verbose, table
 from toastkit.commands.progress import ProgressBar, watched
 from toastkit.commands.sizes import Integer
 from toastkit.errors import DataError, ToastError, UsageError
@@ -36,7 +36,7 @@ def list_command(**flags) -> int:
     from toastkit.model.library import list_models
 
     found = []
-    for one in list_models(cli.say, whisper(flags)):
+    for one in list_models(cli.say, say_verbose(flags)):
         if flags["as_json"]:
             record = {"name": one.name, "size": one.size, "model_type": one.model_type}
             print(json.dumps({**record, "where": str(one.where), "source": one.source}), flush=True)
@@ -94,7 +94,7 @@ def _anatomy(files, flags: dict[str, Any]) -> dict[str, Any]:
     store = _open(files)
     from toastkit.store.anatomy import anatomy
 
-    return anatomy(store, whisper(flags))
+    return anatomy(store, say_verbose(flags))
 
 
 def _device(flags: dict[str, Any]) -> int:

@@ -26,6 +26,6 @@ def table(
         print("  ".join(words).rstrip())
 
 
-def whisper(flags: dict[str, Any]) -> Callable[[str], None]:
+def say_verbose(flags: dict[str, Any]) -> Callable[[str], None]:
     """A function that prints a line with -v, and nothing without it."""
     return cli.say if flags["verbose"] else lambda line: None

@@ -12,7 +12,7 @@ import click
 
 from toastkit.commands import cli, completion, options
 from toastkit.commands.gear_flags import gear_bits, gear_scope
-from toastkit.commands.models import as_json, table, whisper
+from toastkit.commands.models import as_json, say_verbose, table
 from toastkit.commands.plan_residency import lines, residency_flags, work_out
 from toastkit.commands.sizes import Size
 from toastkit.errors import UsageError
@@ -92,7 +92,7 @@ def _worked_out(files, flags: dict[str, Any]) -> Plan:
     types = loading(flags["dtype"], on == "cpu", native)
     store = Store(files, load_config(files))
     scope, bits = flags["gear_scope"], flags["gear_bits"]
-    return plan(store, scope, bits, types, whisper(flags))
+    return plan(store, scope, bits, types, say_verbose(flags))
 
 
 def _rows(found: Plan, bandwidth: int | None) -> list[dict[str, Any]]:

@@ -219,7 +219,7 @@ def _measured(model: _Model, available: int, flags: dict[str, Any]) -> Calibrati
 
 
 def _measure(model: _Model, flags: dict[str, Any]) -> Calibration:
-    from toastkit.commands.models import whisper
+    from toastkit.commands.models import say_verbose
     from toastkit.commands.progress import last_part, waiting
     from toastkit.engine.calibrating import measure
     from toastkit.engine.opening import open_engine
@@ -235,7 +235,7 @@ def _measure(model: _Model, flags: dict[str, Any]) -> Calibration:
                 **model.wanted._asdict(),
                 residency=options,
             ),
-            whisper(flags),
+            say_verbose(flags),
         )
 
 

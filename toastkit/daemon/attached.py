@@ -83,7 +83,7 @@ class Attached:
             self.service.attached.remove(self)
             self.service = None
 
-    def let_go(self) -> None:
+    def drop_state(self) -> None:
         """Drop the state, and close our duplicate of the session's lock. Idempotent."""
         with self.at_work:
             self._close_session()
@@ -99,7 +99,7 @@ class Attached:
         with self.at_work, suppress(Exception):  # a failed commit leaves the session as it was
             if self.state is not None:
                 self.state.commit()
-        self.let_go()
+        self.drop_state()
         self.ended = why
 
     def hang_up(self, later: Callable[[Callable[[], None]], None]) -> None:
@@ -111,7 +111,7 @@ class Attached:
                 self._close_session()
             finally:
                 self.at_work.release()
-        later(self.let_go)
+        later(self.drop_state)
 
     def _close_session(self) -> None:
         if self.state is None or self.state.session is None:
@@ -147,14 +147,14 @@ def serve(
         raise UsageError(f"{request.op}: attach comes first")
     if request.op == "release":
         counted = attached.counted()
-        attached.let_go()
+        attached.drop_state()
         channel.reply({"released": counted})
         return
     if attached.fingerprint != preparer.fingerprint:
-        attached.let_go()
+        attached.drop_state()
         raise UnavailableError(f"the daemon runs {preparer.files.name} now")
     if request.op == "restore":
-        attached.let_go()
+        attached.drop_state()
         attached.ended = None
     elif attached.state is None:
         raise attached.ended or UsageError(f"{request.op}: restore comes first")
@@ -173,7 +173,7 @@ def _done(attached: Attached, service: Service, request: Request) -> dict[str, A
     except ToastError:
         raise  # the state is unchanged
     except BaseException:
-        attached.let_go()
+        attached.drop_state()
         raise
     finally:
         if attached.state is None:

@@ -122,7 +122,7 @@ class Server:
                 self._guarded(self._connections[fd], self._happened, events)
         self._awake = False
         for _ in range(len(self._attention)):
-            self._guarded(self._attention.popleft(), self._look_after)
+            self._guarded(self._attention.popleft(), self._on_change)
         for _ in range(len(self._ready)):
             self._guarded(self._ready.popleft(), self._advance)
         now = time.monotonic()
@@ -215,9 +215,9 @@ class Server:
         if events & select.POLLIN and not connection.outbox.gone:
             with suppress(BlockingIOError, InterruptedError):
                 connection.read()
-        self._look_after(connection)
+        self._on_change(connection)
 
-    def _look_after(self, connection: Connection) -> None:
+    def _on_change(self, connection: Connection) -> None:
         """Handle a change: bytes received or sent, the request or the connection ended."""
         if connection.channel is not None and connection.channel.over:
             connection.channel = None

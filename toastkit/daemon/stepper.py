@@ -48,7 +48,7 @@ class Stepper:
             try:
                 alone = self._step_together(states)
             except Exception:
-                self._put_off()
+                self._back_off()
                 for batch in list(self._batches):
                     self._give_up(batch)
                 alone = [state for state in states if state.waiting is not None]
@@ -82,12 +82,12 @@ class Stepper:
         self._batches.remove(batch)
         batch.dissolve()
 
-    def _put_off(self) -> None:
+    def _back_off(self) -> None:
         """Suspend batching, longer with each failure."""
         self._works, self._wait = None, self._pause
         self._pause = min(2 * self._pause, MOST_ROUNDS)
 
-    def _read_anew(self, state: ScheduledState) -> None:
+    def _rebuild_caches(self, state: ScheduledState) -> None:
         """Rebuild the caches of a state whose batch failed. Its decode steps are repeated as such
         if a policy computes them differently from prefill."""
         state.take_back()
@@ -116,7 +116,7 @@ class Stepper:
                 return False
             self._works = can_batch(self._engine)
             if self._works is None:
-                self._put_off()
+                self._back_off()
             elif not self._works and self._say is not None:
                 name = self._engine.files.name
                 self._say(f"{name} cannot be batched: conversations take their steps in turn")
@@ -146,12 +146,12 @@ class Stepper:
                 batch.leave([state])
             except Exception:
                 self._give_up(batch)
-                self._put_off()
+                self._back_off()
             else:
                 if not batch.members:
                     self._batches.remove(batch)
         if not state.cache and isinstance(state, ScheduledState):
-            self._read_anew(state)
+            self._rebuild_caches(state)
 
 
 def _alike(batch: Batch, state: ModelState) -> bool:

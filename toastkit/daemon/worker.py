@@ -238,7 +238,7 @@ class Worker:
         with self._condition:
             work = self._jobs or self._waiting or self._closing or self._reloading
             if not self._busy() and not work:
-                self._condition.wait(self._patience())
+                self._condition.wait(self._wait_seconds())
             job = self._jobs.popleft() if self._jobs else None
         if job is not None:
             self._guarded(job)
@@ -253,8 +253,8 @@ class Worker:
         if self._service is not None and self._service.busy:
             self._service.turn()
             self._last_used = time.monotonic()
-        elif self._patience() == 0:
-            self._guarded(self._rest)
+        elif self._wait_seconds() == 0:
+            self._guarded(self._idle_work)
 
     def _guarded(self, job: Callable[[], None]) -> None:
         try:
@@ -265,7 +265,7 @@ class Worker:
     def _busy(self) -> bool:
         return self._service is not None and self._service.busy
 
-    def _patience(self) -> float | None:
+    def _wait_seconds(self) -> float | None:
         """Seconds until there is something to do unprompted."""
         if self._service is None or self.preparing:
             return None
@@ -274,7 +274,7 @@ class Worker:
             due.append(self._last_used + self.settings.idle_unload)
         return max(min(due) - time.monotonic(), 0) if due else None
 
-    def _rest(self) -> None:
+    def _idle_work(self) -> None:
         """Idle work: unload the model, or reload it for native products that have since been
         built."""
         unload, now = self.settings.idle_unload, time.monotonic()
@@ -289,7 +289,7 @@ class Worker:
         if channel.gone:
             return self._refuse(prepared.request, channel, None)
         try:
-            self._look()
+            self._check_files()
             if prepared.fingerprint != self._preparer.fingerprint:  # reloaded while it waited
                 prepared = self._preparer.prepare(prepared.request)
             if self._service is None:
@@ -366,7 +366,7 @@ class Worker:
         except Exception as error:
             self._say(f"cannot reload: {as_toast_error(error).message}")
 
-    def _look(self) -> None:
+    def _check_files(self) -> None:
         """While the model is unloaded, check whether its files have changed."""
         if self._service is None:
             self._preparer = current_model(self.settings, self._readers, self._preparer)
@@ -383,7 +383,7 @@ class Worker:
         from toastkit.daemon.attached import serve
 
         try:
-            self._look()
+            self._check_files()
             serve(self._loaded, self._preparer, request, channel, self._do)
             if request.op == "attach":
                 self._record(request, channel, {})

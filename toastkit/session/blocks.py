@@ -165,7 +165,9 @@ def store_layer(
     last commit and of this one. Rows are kept only if there is one per token, so that shared tokens
     mean shared rows. Raises OSError."""
     layer = Layer(source.kind, dict(source.settings))
-    if old is not None and (old.kind != layer.kind or _setup(old) != _setup(layer)):
+    if old is not None and (
+        old.kind != layer.kind or _fixed_settings(old) != _fixed_settings(layer)
+    ):
         old = None
     offsets = (old.settings.get("offset") if old else None, layer.settings.get("offset"))
     keep = max(shared - layer.start, 0) if offsets == counts else 0
@@ -178,7 +180,7 @@ def store_layer(
     return layer
 
 
-def _setup(layer: Layer) -> dict[str, int]:
+def _fixed_settings(layer: Layer) -> dict[str, int]:
     """The settings that do not change with the tokens."""
     return {k: v for k, v in layer.settings.items() if k not in ("offset", "idx")}
 

@@ -46,7 +46,7 @@ FIXED = {
 }  # fmt: skip
 
 
-def _take(kind: str, cache: Any) -> tuple[Settings, Arrays]:
+def _get_state(kind: str, cache: Any) -> tuple[Settings, Arrays]:
     """Settings and arrays of a cache by the names of layout.KINDS, without arrays that are None.
     Keys and values: (batch, heads, positions, size) of the activations' dtype, or packed to uint32
     with scales and biases; the contents of an ArraysCache depend on the architecture."""
@@ -63,7 +63,7 @@ def _take(kind: str, cache: Any) -> tuple[Settings, Arrays]:
     return settings, dict(zip(KINDS[kind].tensors, values, strict=True))
 
 
-def _put(kind: str, cache: Any, settings: Settings, arrays: Arrays) -> None:
+def _set_state(kind: str, cache: Any, settings: Settings, arrays: Arrays) -> None:
     """Set a fresh cache's state."""
     if kind == "ArraysCache":
         cache.cache = [arrays.get(str(i)) for i in range(settings["size"])]
@@ -106,7 +106,7 @@ def describe_one(cache: Any) -> LayerSource:
     kind = _kind(cache)
     if kind == "CacheList":
         return LayerSource(kind, {}, [], describe(cache.caches))
-    settings, arrays = _take(kind, cache)
+    settings, arrays = _get_state(kind, cache)
     rows = None
     if KINDS[kind].grows:
         rows = settings["offset"] - settings.get("start_position", 0)
@@ -188,7 +188,7 @@ def _fill_one(cache: Any, layer: Layer, load: Stored, in_place: dict[int, mx.arr
         for part, stored in zip(cache.caches, layer.parts):
             _fill_one(part, stored, load, in_place)
         return
-    fresh, _ = _take(kind, cache)
+    fresh, _ = _get_state(kind, cache)
     for name in FIXED.get(kind, ()):
         if fresh[name] != layer.settings[name]:
             raise Damaged(f"{name} is {layer.settings[name]}, the model's {fresh[name]}")
@@ -202,7 +202,7 @@ def _fill_one(cache: Any, layer: Layer, load: Stored, in_place: dict[int, mx.arr
     if KINDS[kind].tensors == KV:
         arrays = {name: _kept(array, cache) for name, array in arrays.items()}
     mx.eval(list(arrays.values()))
-    _put(kind, cache, layer.settings, arrays)
+    _set_state(kind, cache, layer.settings, arrays)
 
 
 def _kept(array: mx.array, cache: Any) -> mx.array:

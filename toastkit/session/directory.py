@@ -52,7 +52,7 @@ class Session(LastCommit):
         super().__init__(path, fingerprint, lock)
         self.ephemeral = is_ephemeral(path)
         self._syncs = durable and not self.ephemeral
-        self._take_for_granted(0)
+        self._assume_shared(0)
 
     # ------------------------------------------------------------------------- opening and closing
 
@@ -177,7 +177,7 @@ class Session(LastCommit):
         Raises DataError: damaged, other caches than the model's, or changed by a writer meanwhile.
         """
         if n <= 0:
-            self._take_for_granted(0)
+            self._assume_shared(0)
             return make_cache()
         from toastkit.session import caches
 
@@ -197,7 +197,7 @@ class Session(LastCommit):
             return result
 
         result = self._unless_changed(n, rebuilt)
-        self._take_for_granted(n)
+        self._assume_shared(n)
         return result
 
     def restore_savepoints(self, n: int, make_cache: Callable[[], list]) -> list[Savepoint]:
@@ -232,10 +232,10 @@ class Session(LastCommit):
         the caches. Return whether that is the last commit; if not, nothing is assumed."""
         same = self.generation == generation and 0 <= n <= self.n_past
         if same:
-            self._take_for_granted(n)
+            self._assume_shared(n)
         return same
 
-    def _take_for_granted(self, n: int) -> None:
+    def _assume_shared(self, n: int) -> None:
         """Record that the caller's caches hold the rows of the first n tokens as on disk. Discards
         rows written ahead, which belonged to others."""
         self._shared = n
@@ -245,7 +245,7 @@ class Session(LastCommit):
 
     def _load(self) -> None:
         super()._load()
-        self._take_for_granted(0)
+        self._assume_shared(0)
 
     def write_ahead(self, tokens: Sequence[int], cache: list, room: int) -> None:
         """Write rows of the next commit in advance, to shorten it: the growing parts of an
@@ -371,7 +371,7 @@ class Session(LastCommit):
             header.seal = reading.seal(self._files.fd(CACHE_FILE))
         self._files.replace(HEADER_FILE, encode_header(header), self._syncs)
         self.header, self.tokens, self._stale = header, tokens, False
-        self._take_for_granted(len(tokens))
+        self._assume_shared(len(tokens))
         if self._syncs:
             self._files.sync_directory()
         if header.layers is not None:

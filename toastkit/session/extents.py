@@ -31,7 +31,7 @@ class Space:
     ):
         self.held_until = held_until
         self.rows = rows
-        self._aside: dict[int, int] = {}  # reserved bytes, by the offset of the first
+        self._reserved: dict[int, int] = {}  # reserved bytes, by the offset of the first
         self._holes: list[tuple[int, int]] = []
         self._end = 0
         for offset, size in sorted(used):
@@ -43,12 +43,12 @@ class Space:
         """The offset of a fresh extent for `size` bytes, in the room reserved behind the one that
         ends at `before`, if any. following: bytes to reserve behind it, if none are yet."""
         size = align(size)
-        if before is not None and (left := self._aside.pop(before, 0)):
+        if before is not None and (left := self._reserved.pop(before, 0)):
             offset, following = before, left - size
         else:
             offset = self.allocate(size + following)
         if following > 0:
-            self._aside[offset + size] = following
+            self._reserved[offset + size] = following
         return offset
 
     def allocate(self, size: int) -> int:

@@ -50,7 +50,7 @@ def sample(
             feed.begin(frame)
             sampler, options = sampler_for(frame)
             run = _Run(frame, options)
-            yield _signed(frame, options)
+            yield _with_sampling(frame, options)
         elif run is None:
             yield frame
         elif isinstance(frame, Logits):
@@ -94,7 +94,7 @@ def sample_deferred(
             feed.begin(frame)
             sampler, options = sampler_for(frame)
             run, waiting, recent = _Run(frame, options), None, None
-            yield _signed(frame, options)
+            yield _with_sampling(frame, options)
         elif run is None:
             yield frame
         elif isinstance(frame, Logits):
@@ -145,7 +145,7 @@ def _read(run: _Run, waiting: tuple[Logits, Any], feed: Feed) -> Iterator[Frame]
     yield run.token(frame, value)
 
 
-def _signed(head: Head, options: DrawOptions) -> Head:
+def _with_sampling(head: Head, options: DrawOptions) -> Head:
     """The head with what it takes to reproduce the tokens."""
     chain = options.sampling
     record = {"temperature": chain.temperature, "seed": chain.seed}

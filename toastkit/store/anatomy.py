@@ -41,7 +41,7 @@ def anatomy(store: Store, explain: Callable[[str], None]) -> dict[str, Any]:
     leaves = dict(_leaves(model))
     parts = {path: part_of(store, path) for path in leaves}
     total = {path: _parameters(module) for path, module in leaves.items()}
-    cache, routed = _trial(store, explain)
+    cache, routed = _run_lazily(store, explain)
     idle = 0.0
     for path, module in leaves.items():
         if holds_experts(module):
@@ -120,17 +120,17 @@ def _kinds(store: Store, parts: dict[str, str], cache: list | None) -> dict[str,
     aligned = cache is not None and len(cache) == store.layer_count
     kinds: Counter[str] = Counter()
     for number, content in enumerate(contents):
-        words = [_looks_back(cache[number])] if cache is not None and aligned else []
+        words = [_attention_kind(cache[number])] if cache is not None and aligned else []
         words += ["MoE"] if "experts" in content else ["dense"] if "mlp" in content else []
         kinds[", ".join(words) or "decoder layer"] += 1
     return dict(kinds.most_common())
 
 
-def _looks_back(cache: Any) -> str:
+def _attention_kind(cache: Any) -> str:
     """Name a layer's attention or recurrence by the class of its cache."""
     name = type(cache).__name__
     if hasattr(cache, "caches"):
-        return " and ".join(sorted({_looks_back(part) for part in cache.caches}))
+        return " and ".join(sorted({_attention_kind(part) for part in cache.caches}))
     words = {
         "KVCache": "attention", "ConcatenateKVCache": "attention",
         "RotatingKVCache": "sliding attention", "ChunkedKVCache": "chunked attention",
@@ -177,7 +177,7 @@ def _chain(model: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
 # ------------------------------------------------------------------------------------- a trial
 
 
-def _trial(store: Store, explain: Callable[[str], None]) -> tuple[list | None, dict[int, int]]:
+def _run_lazily(store: Store, explain: Callable[[str], None]) -> tuple[list | None, dict[int, int]]:
     """Run one token lazily. Return the caches after it, None if the architecture cannot be run like
     this, and the number of experts chosen, by id of the module that holds them."""
     from mlx_lm.models.cache import make_prompt_cache

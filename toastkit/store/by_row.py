@@ -88,14 +88,14 @@ class ByRow:
         parts, in the stored dtype."""
         given = {part[0]: read[part] for part in self.parts(start, stop)}
         if self._kinds is not None:
-            return _played(self._graph, self._number, given, self._kinds, stop - start)
+            return _replayed(self._graph, self._number, given, self._kinds, stop - start)
         nodes = self._graph[self._number].operands[start:stop]
-        return mx.concatenate([_played(self._graph, node, given) for node in nodes])
+        return mx.concatenate([_replayed(self._graph, node, given) for node in nodes])
 
 
-def by_row(graph: Graph, number: int, blank: Callable[[str], mx.array]) -> ByRow | None:
-    """Return how to compute rows of a node's tensor; None if that cannot be proved. blank: makes an
-    array of a stored tensor's shape, such as (rows, columns), and dtype."""
+def by_row(graph: Graph, number: int, placeholder: Callable[[str], mx.array]) -> ByRow | None:
+    """Return how to compute rows of a node's tensor; None if that cannot be proved. placeholder:
+    makes an array of a stored tensor's shape, such as (rows, columns), and dtype."""
     node = graph[number]
     count = node.shape[0] if node.shape else 0
     kinds: dict[int, bool | None] | None = None
@@ -109,7 +109,7 @@ def by_row(graph: Graph, number: int, blank: Callable[[str], mx.array]) -> ByRow
     def all_rows(given: dict[str, mx.array]) -> dict[str, mx.array]:
         return {"": found.make(0, count, {part: given[part[0]] for part in parts})}
 
-    again = graph.record(all_rows, {name: blank(name) for name, *_ in parts})
+    again = graph.record(all_rows, {name: placeholder(name) for name, *_ in parts})
     return found if again == {"": number} else None
 
 
@@ -168,7 +168,7 @@ def _piece(
     return name, first + skipped * item, math.prod(after) * item
 
 
-def _played(
+def _replayed(
     graph: Graph,
     number: int,
     given: Mapping[str, mx.array],
@@ -186,7 +186,7 @@ def _played(
             arguments[0] = (count, *arguments[0][1:])
         elif node.operation == "Slice":
             arguments[1] = (count, *arguments[1][1:])
-    operands = [_played(graph, operand, given, kinds, count) for operand in node.operands]
+    operands = [_replayed(graph, operand, given, kinds, count) for operand in node.operands]
     below = graph[node.operands[0]].operation if node.operands else ""
     if node.operation == "AsType" and below == "Square":
         return mx.from_fp8(operands[0], dtype=arguments[0])

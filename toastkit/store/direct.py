@@ -17,7 +17,7 @@ from functools import cache
 from typing import cast
 
 PAGE = 4096  # no disk or system needs larger ones
-BETWEEN_BYTES = 4 << 20  # bounce buffer, per thread
+BOUNCE_BYTES = 4 << 20  # bounce buffer, per thread
 LARGE_PAGE = 2 << 20
 LEAST_STRAIGHT = 64 << 10  # bytes of memory that deserve their own buffer in a call
 CACHESTAT = 451  # system call number, on all processors; Linux 6.5
@@ -42,7 +42,7 @@ class DirectReads:
         if not self.possible or not self._is_outside_cache(fd, start, size):
             return None
         first = at = start // PAGE * PAGE  # the call covers everything from there to here
-        between, used = self._between(), 0
+        between, used = self._bounce_buffer(), 0
         buffers: list[memoryview] = []
         copies: list[tuple[int, memoryview, int]] = []
         for position, memory, straight in _pieces(views, start):
@@ -76,14 +76,14 @@ class DirectReads:
                 self.opened[fd] = os.open(f"/proc/self/fd/{fd}", flags)
             return self.opened[fd]
 
-    def _between(self) -> memoryview:
-        """This thread's bounce buffer, BETWEEN_BYTES, in huge pages."""
+    def _bounce_buffer(self) -> memoryview:
+        """This thread's bounce buffer, BOUNCE_BYTES, in huge pages."""
         if not hasattr(self._own, "between"):
-            found = unwritten(BETWEEN_BYTES + LARGE_PAGE)
+            found = unwritten(BOUNCE_BYTES + LARGE_PAGE)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 cast(mmap.mmap, found.obj).madvise(mmap.MADV_HUGEPAGE)
             lead = -_address(found) % LARGE_PAGE
-            self._own.between = found[lead : lead + BETWEEN_BYTES]
+            self._own.between = found[lead : lead + BOUNCE_BYTES]
         return self._own.between
 
     def _is_outside_cache(self, fd: int, start: int, size: int) -> bool:

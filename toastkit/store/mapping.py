@@ -87,14 +87,14 @@ class MappedFiles:
         ]
         self._ahead.reverse()
         if self._thread is None and self._ahead:
-            thread = threading.Thread(target=self._bring, name="pages", daemon=True)
+            thread = threading.Thread(target=self._prefault, name="pages", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # thread limit reached: products wait instead
                 return
             self._thread = thread
 
-    def _bring(self) -> None:
+    def _prefault(self) -> None:
         advise = ctypes.CDLL(None, use_errno=True).madvise  # releases the GIL
         advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         while self._ahead:

@@ -20,7 +20,7 @@ from toastkit.store.direct import unwritten
 from toastkit.store.jobs import Filling, Job, Piece, host_writes
 from toastkit.store.raw import RawTensors, Span
 from toastkit.store.request import CancelledError, Request, Result
-from toastkit.store.waiting import NOW, Flight, Waiting, find_runs, in_order
+from toastkit.store.waiting import NOW, Flight, ReadQueue, find_runs, in_order
 
 AHEAD_BYTES = 1 << 30
 THREADS = 3
@@ -48,7 +48,7 @@ class Reader:
         lock = threading.RLock()
         self._work, self._done = threading.Condition(lock), threading.Condition(lock)
         self._flights: dict[Job | Filling, Flight] = {}
-        self._waiting = Waiting(raw, self._work.notify)
+        self._queue = ReadQueue(raw, self._work.notify)
         self._running: set[threading.Thread] = set()
         self._idle = 0
         # Arrays are initialised from these: untouched pages, which take no memory.
@@ -87,8 +87,8 @@ class Reader:
             joined = {key: self._join(job, priority) for key, job in in_order(jobs)}
             find_runs(joined.values())
             flights = {key: joined[key] for key in jobs}
-            fresh = len(self._waiting)
-            if at_once and self._raw.cached and self._waiting.now_bytes <= LITTLE_BYTES:
+            fresh = len(self._queue)
+            if at_once and self._raw.cached and self._queue.now_bytes <= LITTLE_BYTES:
                 fresh = 0
             self._work.notify(fresh)
             for _ in range(min(fresh - self._idle, self._threads - len(self._running))):
@@ -104,9 +104,9 @@ class Reader:
         flight = self._flights.get(job)
         if flight is None:
             flight = self._flights[job] = Flight(job)
-            self._waiting.add(flight, priority)
+            self._queue.add(flight, priority)
         elif priority == NOW:
-            self._waiting.hurry([flight])
+            self._queue.hurry([flight])
         flight.users += 1
         return flight
 
@@ -114,25 +114,25 @@ class Reader:
         """The flights for this thread to read next."""
         spare = sum(array.nbytes for array in self._spare)  # released if room is needed
         room = self.ahead_bytes - self.held_bytes + spare
-        return self._waiting.take_now() or self._waiting.take_ahead(room)
+        return self._queue.take_now() or self._queue.take_ahead(room)
 
     def _run(self) -> None:
         with self._work:
             while not self._closed:
                 flights = self._next()
                 if flights:
-                    self._fly(flights)
+                    self._perform(flights)
                     del flights  # and their arrays
                     continue
-                self._waiting.leave_run()
+                self._queue.leave_run()
                 self._idle += 1
                 woken = self._work.wait(IDLE_SECONDS)
                 self._idle -= 1
-                if not woken and not len(self._waiting):
+                if not woken and not len(self._queue):
                     break
             self._running.discard(threading.current_thread())
 
-    def _fly(self, flights: list[Flight]) -> None:
+    def _perform(self, flights: list[Flight]) -> None:
         """Read flights together, with the lock released."""
         spares = []
         for flight in flights:
@@ -283,7 +283,7 @@ class Reader:
     def _drop(self, flight: Flight) -> None:
         """Forget a flight that no request wants, and release its memory."""
         self._forget(flight)
-        self._waiting.drop(flight)
+        self._queue.drop(flight)
         if flight.outcome is not None:
             flight.outcome = CancelledError()
             self._hold(-flight.held)
@@ -292,15 +292,15 @@ class Reader:
         """Wait for all, reading meanwhile. Raises the first error among them."""
         flights = list(flights)
         with self._done, ExitStack() as stack:
-            stack.callback(self._waiting.leave_run)
-            self._waiting.hurry(set(flights))
+            stack.callback(self._queue.leave_run)
+            self._queue.hurry(set(flights))
             arrays = []
             for flight in flights:
                 while flight.outcome is None and not self._closed:
-                    if found := self._waiting.take_now():  # read instead of waiting
-                        self._fly(found)
+                    if found := self._queue.take_now():  # read instead of waiting
+                        self._perform(found)
                     else:
-                        self._waiting.leave_run()
+                        self._queue.leave_run()
                         self._done.wait()
                 if flight.outcome is None or isinstance(flight.outcome, BaseException):
                     raise flight.outcome or CancelledError("the files are closed")
@@ -323,7 +323,7 @@ class Reader:
                 self._drop(flight)
         return memory
 
-    def leave_alone(self, flights: Iterable[Flight]) -> None:
+    def wait_for_writes(self, flights: Iterable[Flight]) -> None:
         """Wait until nothing is read into the caller-owned memory of released flights."""
         with self._done:
             for flight in flights:

@@ -65,7 +65,7 @@ class Request(Generic[Result]):
 
     def _end(self) -> None:
         released, self._released = self._released, []
-        self._reader.leave_alone(released)
+        self._reader.wait_for_writes(released)
         self.read += sum(flight.read for flight in released)
 
     @property

@@ -87,7 +87,7 @@ class Sanitizing:
         node = self._recorded()[name]
         with self._lock:
             if name not in self._by_row:
-                self._by_row[name] = by_row(self._graph, node, self._blank)
+                self._by_row[name] = by_row(self._graph, node, self._placeholder)
             return self._by_row[name]
 
     def make(self, names: Iterable[str], stored: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -95,7 +95,7 @@ class Sanitizing:
         names = list(names)
         with self._lock:
             subset = self._subset(names)
-        blanks: dict[tuple, mx.array] = {}
+        placeholders: dict[tuple, mx.array] = {}
         given = {}
         for name in subset:
             if name in stored:
@@ -103,9 +103,9 @@ class Sanitizing:
                 continue
             _, entry = self._raw.place(name)
             key = (entry.shape, entry.dtype)
-            if key not in blanks:
-                blanks[key] = self._blank(name)
-            given[name] = blanks[key][...]
+            if key not in placeholders:
+                placeholders[key] = self._placeholder(name)
+            given[name] = placeholders[key][...]
         made = self._sanitize(given)
         return {name: made[name] for name in names}
 
@@ -152,9 +152,9 @@ class Sanitizing:
     def _record(self, names: list[str]) -> dict[str, int]:
         """Record `sanitize` on stored tensors of these names: the node of each tensor that it
         makes. Empty if it fails, as it does if it misses a layer or reads values."""
-        return self._graph.record(self._sanitize, {name: self._blank(name) for name in names})
+        return self._graph.record(self._sanitize, {name: self._placeholder(name) for name in names})
 
-    def _blank(self, name: str) -> mx.array:
+    def _placeholder(self, name: str) -> mx.array:
         """A lazy placeholder of a stored tensor's shape, such as (rows, columns), and dtype."""
         _, entry = self._raw.place(name)
         return mx.zeros(entry.shape, DTYPES[entry.dtype][1])

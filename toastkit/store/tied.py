@@ -23,7 +23,7 @@ def has_own_head(files: ModelFiles) -> bool:
     Raises IOFailure, and as ModelFiles.headers does."""
     heads = list(_named(files, HEADS))
     embeddings = list(_named(files, EMBEDDINGS)) if heads else []
-    return bool(embeddings) and not any(_alike(heads[0], other) for other in embeddings)
+    return bool(embeddings) and not any(_same_bytes(heads[0], other) for other in embeddings)
 
 
 def untied(config: ModelConfig) -> ModelConfig:
@@ -44,7 +44,7 @@ def _named(files: ModelFiles, words: tuple[str, ...]) -> Iterator[tuple[Path, En
                     yield header.path, entry
 
 
-def _alike(one: tuple[Path, Entry], other: tuple[Path, Entry]) -> bool:
+def _same_bytes(one: tuple[Path, Entry], other: tuple[Path, Entry]) -> bool:
     """True if two stored tensors are the same to the byte."""
     (path, a), (beside, b) = one, other
     if (a.dtype, a.shape) != (b.dtype, b.shape):

@@ -41,7 +41,7 @@ class Flight:
         self.outcome: Any = None
 
 
-class Waiting:
+class ReadQueue:
     """Flights not yet begun. Used under the reader's lock. raw: the files. wake(): lets another
     thread look for work."""
 
