@@ -166,6 +166,7 @@ def test_one_builds_at_a_time(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch)
     os.chmod(cache.parent, 0o700)
     lock = open_private(cache / "lock", os.O_RDWR | os.O_CREAT)
     assert try_lock(lock)
+    assert libraries.find() == (None, "they are being built in the background", True)
     with pytest.raises(UnavailableError, match="another process is building"):
         libraries.build()
     threading.Timer(0.2, os.close, [lock]).start()

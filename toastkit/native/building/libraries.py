@@ -95,7 +95,20 @@ def find() -> Found:
         return Found(None, f"{folder()}: {error.strerror}")
     if not _is_writable():
         return Found(None, f"nothing can be kept in {folder()}")
-    return Found(None, "they are not built yet", pending=True)
+    state = "being built in the background" if _is_building() else "not built yet"
+    return Found(None, f"they are {state}", pending=True)
+
+
+def _is_building() -> bool:
+    """True while a process holds the builders' lock."""
+    try:
+        lock = open_private(os.path.join(folder(), "lock"), os.O_RDONLY)
+        try:
+            return not try_lock(lock)
+        finally:
+            os.close(lock)
+    except OSError:
+        return False
 
 
 def _is_writable() -> bool:
