@@ -330,14 +330,11 @@ class DataFiles:
         """Start to sync a file in the background, unless the last such sync is still running.
         `sync` then has less to wait for, and reports a failure."""
         if self._ahead is None or not self._ahead.is_alive():
-            from threading import Thread
+            from toastkit.threads import start_optional
 
-            thread = Thread(target=self._sync_one, args=(self.fd(name),), daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # thread limit reached: `sync` does it all
-                return
-            self._ahead = thread
+            fd = self.fd(name)
+            # Without a thread `sync` does it all.
+            self._ahead = start_optional(lambda: self._sync_one(fd), "sync")
 
     def _sync_one(self, fd: int) -> None:
         try:

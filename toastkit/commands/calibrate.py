@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toastkit.commands.cli import say
+from toastkit.commands.options import checkpoint
 from toastkit.errors import NoInputError, did_you_mean
 from toastkit.text.exact_numbers import counted
 from toastkit.text.terminal import shown
@@ -51,10 +52,9 @@ def _forget(flags: dict[str, Any]) -> int:
     """Remove what was stored for the model, which is not loaded."""
     from toastkit.gears.thresholds import path
     from toastkit.model.config import fingerprint
-    from toastkit.model.locate import locate
     from toastkit.stages.calibrate import forget
 
-    files = locate(flags["model"] or "crumb")
+    files = checkpoint(flags)
     mark = fingerprint(files)
     removed = forget(mark)
     if flags["explain"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,9 @@ from toastkit.errors import UsageError
 from toastkit.native.starting import MOST_THREADS, SETTINGS, NativeOptions
 from toastkit.store.kv_bits import KV_DTYPES
 from toastkit.text.terminal import typed
+
+if TYPE_CHECKING:
+    from toastkit.model.files import ModelFiles
 
 Decorator = Callable[[Callable], Callable]
 
@@ -60,6 +63,18 @@ model = click.option(
     help="Checkpoint: a directory, a .toast file, a hub id (org/name), a name of toast-model list; "
     "or crumb, the embedded model (default).",
 )  # fmt: skip
+
+
+def model_name(flags: dict[str, Any]) -> str:
+    """The model that -m names, else the embedded one."""
+    return flags["model"] or "crumb"
+
+
+def checkpoint(flags: dict[str, Any]) -> ModelFiles:
+    """The files of that model. Raises as locate."""
+    from toastkit.model.locate import locate
+
+    return locate(model_name(flags))
 
 
 def absolute_model(model: str | None) -> str | None:

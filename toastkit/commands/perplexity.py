@@ -54,7 +54,6 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     from toastkit.commands.engines import load, open_unloaded
     from toastkit.interrupts import Signals
     from toastkit.model.config import load_config
-    from toastkit.model.locate import locate
     from toastkit.text.tokenizer import Tokenizer
 
     _check(context, flags)
@@ -62,7 +61,7 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     signals = Signals()  # SIGTERM and SIGHUP end a run as Ctrl-C does
     if policies.gives_up:
         signals.on_memory_warning()
-    checkpoint = locate(flags["model"] or "crumb")
+    checkpoint = options.checkpoint(flags)
     config = load_config(checkpoint)
     window = _window(flags["window_tokens"], config.context)
     tokenizer = Tokenizer(checkpoint)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from toastkit.commands import expert_flags, expert_slot_flags, gear_flags, resident_flags
-from toastkit.commands.options import native_options, together
+from toastkit.commands.options import model_name, native_options, together
 
 if TYPE_CHECKING:
     from toastkit.engine.policy_options import PolicyOptions
@@ -52,7 +52,7 @@ def policy_options(flags: dict[str, Any]) -> PolicyOptions:
 def service_settings(flags: dict[str, Any]) -> dict[str, Any]:
     """The fields of ServiceSettings on which model is run, and how. Raises UsageError."""
     return {
-        "model": flags["model"] or "crumb",
+        "model": model_name(flags),
         **{name: flags[name] for name in ("device", "dtype", "kv_bits")},
         "gears": gear_flags.gear_settings(flags),
         "policies": policy_options(flags),

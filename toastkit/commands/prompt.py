@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from toastkit.commands.cli import say
-from toastkit.commands.options import MAX_JSON_BYTES, read_tools, template_arguments
+from toastkit.commands.options import MAX_JSON_BYTES, checkpoint, read_tools, template_arguments
 from toastkit.commands.stdin import (
     read_input,
     read_stdin,
@@ -24,12 +24,11 @@ def prompt_tokenizer(flags: dict[str, Any], later: bool = False) -> PromptTokeni
     """The tokenizer of the checkpoint that -m names, with the flags' settings. later: load it on
     demand."""
     from toastkit.model.config import load_config
-    from toastkit.model.locate import locate
 
     if flags["raw"] and (flags["template_arg"] or flags["tools"] is not None):
         raise UsageError("--raw has no template: leave --template-arg and --tools out")
     _check_stdin(flags)
-    files = locate(flags["model"] or "crumb")
+    files = checkpoint(flags)
     options = PromptOptions(
         raw=flags["raw"],
         generation_prompt=not flags["no_generation_prompt"],

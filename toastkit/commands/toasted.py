@@ -100,9 +100,7 @@ def toasted(context: click.Context, action: str | None, **flags) -> int:
     flags["socket"] = socket_path(flags["socket"])
     if action in STARTS:
         if action == "restart":
-            from toastkit.model.locate import locate
-
-            locate(flags["model"] or "crumb")  # before the one that serves is stopped for nothing
+            options.checkpoint(flags)  # before the one that serves is stopped for nothing
             with suppress(UnavailableError):  # there is none to stop
                 _stop(flags["socket"])
         action, flags["daemon"] = None, True

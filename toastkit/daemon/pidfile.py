@@ -32,8 +32,11 @@ class Pidfile(Descriptor):
         pidfile = cls(path, -1 if fd is None else fd)
         try:
             content = b""
-            with suppress(OSError):  # its last owner has just removed it
-                content = read_file(path, _MAX_BYTES).strip()
+            if fd is not None:
+                content = os.pread(fd, _MAX_BYTES, 0).strip()
+            else:
+                with suppress(OSError):  # its owner has just removed it
+                    content = read_file(path, _MAX_BYTES).strip()
             if content and not content.isdigit():
                 hint = "--pidfile is written over"
                 raise CannotCreateError(f"{path} is not a pidfile", hint=hint)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from toastkit.errors import DataError, UsageError, from_os_error
 from toastkit.model.files import ModelFiles
-from toastkit.sampling.sampling_options import SamplingOptions
 
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
@@ -96,6 +95,8 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
     generation = files.read_json("generation_config.json") or {}
     if generation.get("do_sample") is not True:
         return {}
+    from toastkit.sampling.sampling_options import SamplingOptions
+
     found: dict[str, Any] = {"temperature": 1.0}
     for name in SAMPLING:
         value = generation.get(name)

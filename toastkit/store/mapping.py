@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from toastkit.model.safetensors import Entry
 from toastkit.store.raw import DTYPES, RawTensors
+from toastkit.threads import start_optional
 
 LARGE_PAGE = 2 << 20  # maps start at multiples, so that the system can use huge pages
 POPULATE_READ = 22  # of madvise: prefaults pages for reading; Linux 5.14
@@ -87,12 +88,7 @@ class MappedFiles:
         ]
         self._ahead.reverse()
         if self._thread is None and self._ahead:
-            thread = threading.Thread(target=self._prefault, name="pages", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # thread limit reached: products wait instead
-                return
-            self._thread = thread
+            self._thread = start_optional(self._prefault, "pages")  # without it products wait
 
     def _prefault(self) -> None:
         advise = ctypes.CDLL(None, use_errno=True).madvise  # releases the GIL

@@ -21,6 +21,7 @@ from toastkit.store.jobs import Filling, Job, Piece, host_writes
 from toastkit.store.raw import RawTensors, Span
 from toastkit.store.request import CancelledError, Request, Result
 from toastkit.store.waiting import NOW, Flight, ReadQueue, find_runs, in_order
+from toastkit.threads import start_optional
 
 AHEAD_BYTES = 1 << 30
 THREADS = 3
@@ -92,11 +93,8 @@ class Reader:
                 fresh = 0
             self._work.notify(fresh)
             for _ in range(min(fresh - self._idle, self._threads - len(self._running))):
-                thread = threading.Thread(target=self._run, name="reader", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:  # thread limit reached: whoever waits reads
-                    break
+                if (thread := start_optional(self._run, "reader")) is None:
+                    break  # whoever waits reads
                 self._running.add(thread)
         return Request(self, flights, finish)
 
