@@ -3,6 +3,7 @@
 #include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -35,6 +36,15 @@ void want_large_pages(const void *data, int64_t bytes, bool now) {
 #endif
 }
 
+// A new buffer of MLX. MLX 0.32 counts a buffer that it could not get among its active memory, for
+// good, and above its limit each operation waits for the one before: so the system is asked first.
+auto buffer_of(int64_t bytes) {
+  void *volatile memory = malloc(bytes);  // volatile: the pair is not removed by the compiler
+  check(memory, "memory that the system does not have");
+  free(memory);
+  return mx::allocator::malloc(bytes);
+}
+
 char last_line[256];
 int last_code = 0;
 
@@ -61,7 +71,7 @@ TOAST_API const char *toast_memory_array(void *out, int64_t rows, int64_t column
     const int64_t bytes = rows * columns, whole = bytes + toast::PAGE;
     const mx::Shape shape = {int(rows), int(columns)};
     mx::array memory = old ? toast::array_of(old)
-                           : mx::array(mx::allocator::malloc(whole), shape, mx::uint8);
+                           : mx::array(toast::buffer_of(whole), shape, mx::uint8);
     toast::check(memory.dtype() == mx::uint8 && int64_t(memory.buffer_size()) >= whole,
                  "memory that is too small");
     char *first = static_cast<char *>(memory.buffer().raw_ptr());
