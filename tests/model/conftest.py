@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,32 @@ def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from tests.model.service_driver import private_homes
 
     return private_homes(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def model(tmp_path: Path, mlx_started: None) -> Path:
+    """A checkpoint that a test may change."""
+    from tests.model.published import write_published
+
+    return write_published(tmp_path / "llama", "llama")
+
+
+@pytest.fixture
+def start(homes: Path, model: Path) -> Iterator[Callable[..., Any]]:
+    """start(**settings): a worker that runs, of these files or of model=; closed at the end."""
+    from tests.model.worker_driver import Running
+
+    made: list[Any] = []
+
+    def start(**settings: Any) -> Any:
+        made.append(Running(settings.pop("model", model), **settings))
+        made[-1].worker.start()
+        return made[-1]
+
+    yield start
+    for running in made:
+        running.worker.close()
+    assert not any(thread.name == "worker" for thread in threading.enumerate())
 
 
 @pytest.fixture

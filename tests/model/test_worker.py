@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from tests.model.published import write_published
 from tests.model.service_driver import (
-    THINKING,
     Plain,
     private_homes,
     published_engine,
@@ -31,8 +27,7 @@ from toastkit.daemon.prepare import Preparer
 from toastkit.daemon.requests import Request
 from toastkit.daemon.service import Service
 from toastkit.daemon.spill import FINGERPRINT_DIGITS, conversations_root
-from toastkit.engine.opening import open_engine
-from toastkit.errors import BusyError, DataError, NoInputError, UnavailableError
+from toastkit.errors import BusyError, NoInputError, UnavailableError
 from toastkit.model.config import fingerprint, load_config
 from toastkit.model.locate import locate
 from toastkit.private_files import make_private_directories
@@ -51,32 +46,10 @@ def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return private_homes(tmp_path, monkeypatch)
 
 
-@pytest.fixture
-def model(tmp_path: Path, mlx_started: None) -> Path:
-    """A checkpoint that a test may change."""
-    return write_published(tmp_path / "llama", "llama")
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, mlx_started: None) -> Plain:
     """Its answers without a cache."""
     return Plain(published_engine(tmp_path_factory.mktemp("plain"), "llama", native="off"))
-
-
-@pytest.fixture
-def start(model: Path) -> Iterator[Callable[..., Running]]:
-    """start(**settings): a worker that runs; it is closed at the end."""
-    made: list[Running] = []
-
-    def start(**settings: Any) -> Running:
-        made.append(Running(settings.pop("model", model), **settings))
-        made[-1].worker.start()
-        return made[-1]
-
-    yield start
-    for running in made:
-        running.worker.close()
-    assert not any(thread.name == "worker" for thread in threading.enumerate())
 
 
 # ---------------------------------------------------------------------------------------- requests
@@ -295,47 +268,6 @@ def test_a_model_in_use_does_not_leave(start) -> None:
     done(channel)
     assert channel.one("end")["n"] == 80
     assert not [p for p in channel.all_of("progress") if "loading" in p]
-
-
-# ----------------------------------------------------------------------------------------- reloads
-
-
-def test_a_reload_takes_what_has_changed(start, model: Path) -> None:
-    running = start(parallel=1)
-    old = running.worker.status()["fingerprint"]
-    running.worker.reload()
-    until(lambda: running.said)
-    assert running.said == [f"{model} has not changed"]
-    first = running.ask(max_tokens=60, ignore_eos=True)
-    until(lambda: first.all_of("token"))
-    (model / "chat_template.jinja").write_text(THINKING)
-    running.worker.reload()
-    waiting = running.ask()  # prepared for the old template, perhaps
-    done(first)
-    assert first.one("end")["n"] == 60  # it ends with what it has begun with
-    until(lambda: len(running.said) == 2)
-    assert running.said[1] == f"reloaded {model}"
-    done(waiting)
-    expected = Plain(open_engine(locate(str(model)), dtype="float32")).answer(PROMPT)
-    assert answer_of(waiting) == running.answer() == expected
-    assert running.worker.status()["fingerprint"] == fingerprint(locate(str(model))) != old
-
-
-def test_a_reload_that_fails_changes_nothing(start, model: Path, plain: Plain, monkeypatch) -> None:
-    running = start()
-    config = (model / "config.json").read_text()
-    (model / "config.json").write_text("{")
-    with pytest.raises(DataError):
-        running.worker.reload()
-    monkeypatch.setattr("toastkit.daemon.worker.find_model", lambda name: None)  # it was whole then
-    running.worker.reload()
-    until(lambda: running.said)
-    assert running.said[0].startswith("cannot reload: ")
-    assert running.answer() == plain.answer(PROMPT)
-    (model / "config.json").write_text(config)
-    running.worker.reload()
-    until(lambda: len(running.said) == 2)
-    assert running.said[1].endswith("has not changed")
 
 
 # ---------------------------------------------------------------------------------------- failures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -251,4 +251,13 @@ class Conversation:
                 "first": since(self._first),
                 "total": since(time.perf_counter()),
             },
+        }
+
+    def audit_facts(self, stats: Mapping[str, Any]) -> dict[str, Any]:
+        """What the audit log says of the request, besides who made it. stats: as from `stats`."""
+        return {
+            **{name: stats[name] for name in ("prompt", "cached", "answer", "seconds")},
+            "end": "cancelled" if self.channel.gone or self.end is None else self.end.reason,
+            "hash": f"{self.prepared.save_key(self.text):016x}",
+            "error": self.error.message if self.error is not None else None,
         }

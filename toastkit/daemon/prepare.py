@@ -22,7 +22,7 @@ from toastkit.model.config import (
     sampling_defaults,
 )
 from toastkit.model.files import ModelFiles
-from toastkit.model.locate import for_stream, locate
+from toastkit.model.locate import find, for_stream, locate
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, difficulty
 from toastkit.text.exact_numbers import counted
@@ -35,8 +35,8 @@ RECALLED = 1 << 17  # tokens of recent conversations, 0.3 s of CPU time
 class Prepared:
     """request: as received. ids: the prompt's tokens. key: hash of its history, all messages but
     the last. points: positions worth a savepoint, see PromptTokenizer.turning_points. sampling: the
-    chain, with a seed. fingerprint: of the model. notes: a line for everything in the request that
-    the chat template ignores."""
+    chain, with a seed. fingerprint: of the model. revision: of its settings. notes: a line for
+    everything in the request that the chat template ignores, and for files that are not taken."""
 
     request: Request
     ids: list[int]
@@ -44,6 +44,7 @@ class Prepared:
     points: list[int]
     sampling: SamplingOptions
     fingerprint: str
+    revision: int = 0
     notes: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -67,20 +68,51 @@ def messages_of(request: Request) -> list[dict]:
 class Preparer:
     """Prepare requests for one checkpoint. Thread-safe. wants_points: the model has layers that
     cannot be trimmed, so savepoints are useful. resident, experts: how it runs, as from
-    ResidencyOptions.setting and ExpertsOptions.setting."""
+    ResidencyOptions.setting and ExpertsOptions.setting. selected: what -m was."""
 
     wants_points = True
 
     def __init__(
-        self, files: ModelFiles, config: ModelConfig, resident: str = "all", experts: str = "big"
+        self,
+        files: ModelFiles,
+        config: ModelConfig,
+        resident: str = "all",
+        experts: str = "big",
+        selected: str | None = None,
     ):
         self.files = files
+        self._selected = selected or files.name
+        self._state = files.state()  # before anything is read
+        self._warnings: tuple[str, ...] = ()
+        self._revision = 0
         self.resident, self.experts = resident, experts
         self.fingerprint = fingerprint(files)
         self.tokenizer = TurnTokenizer(files)
         self._config = config
         self._defaults = sampling_defaults(files)
         self.head = self._prompts(Request()).head(None)
+
+    def changed(self) -> bool:
+        """True, once for each change, if -m selects other files now, or if these have been written
+        to. A model that is gone is no change."""
+        with suppress(ToastError):
+            state, self._state = self._state, find(self._selected).state()
+            return state != self._state
+        return False
+
+    def prepared_alike(self, prepared: Prepared) -> bool:
+        """False if that request has to be prepared again, since something has changed."""
+        return (prepared.fingerprint, prepared.revision) == (self.fingerprint, self._revision)
+
+    def stay(self, problem: str) -> None:
+        """Serve on, though the files have changed, and tell whoever asks why."""
+        self._warnings = (f"answered by the model as it was: {problem}",)
+        self._revision += 1
+
+    def take_settings(self, other: Preparer) -> None:
+        """Sample as another Preparer of the same model does."""
+        self._defaults, self._warnings = other._defaults, ()
+        self._revision += 1
 
     def _prompts(
         self, request: Request, note: Callable[[str], None] | None = None
@@ -107,14 +139,15 @@ class Preparer:
                     f"the daemon runs with {flag} {own}, not {flag} {wanted[:100]}",
                     hint="--no-daemon answers without it",
                 )
-        sampling = self._sampling(request)
+        revision, sampling = self._revision, self._sampling(request)
         if request.tokens is not None:
             self._check(request.tokens)
             ids, points = request.tokens, [len(request.tokens) - 1]
             key = conversation_hash([], request.tools)
-            return Prepared(request, ids, key, points, sampling, self.fingerprint)
-        notes: list[str] = []
-        prompts = self._prompts(request, notes.append)
+            mark = self.fingerprint
+            return Prepared(request, ids, key, points, sampling, mark, revision, self._warnings)
+        lines = list(self._warnings)
+        prompts = self._prompts(request, lines.append)
         raw = request.options.raw
         prompt = Prompt(request.prompt) if raw else Prompt(messages=messages_of(request))
         ids = prompts.encode(prompt)
@@ -125,7 +158,7 @@ class Preparer:
         if self.wants_points and not raw:
             points = prompts.turning_points(prompt, ids)
         extra, mark = {"difficulty": difficulty(prompt)}, self.fingerprint
-        return Prepared(request, ids, key, points, sampling, mark, tuple(notes), extra)
+        return Prepared(request, ids, key, points, sampling, mark, revision, tuple(lines), extra)
 
     def warm_up(self) -> None:
         """Prepare a dummy prompt, so that imports, compilation and the template renderer's process
@@ -179,7 +212,7 @@ def find_model(name: str, resident: str = "all", experts: str = "big") -> Prepar
     """The Preparer of the model that -m would select. resident, experts: as for Preparer. Raises
     NoInputError, DataError for its files."""
     files = locate(name)
-    return Preparer(files, load_config(files), resident, experts)
+    return Preparer(files, load_config(files), resident, experts, name)
 
 
 def current_model(
@@ -190,6 +223,7 @@ def current_model(
     policies = settings.policies
     preparer = find_model(settings.model, policies.resident, policies.chosen_experts)
     if known is not None and known.fingerprint == preparer.fingerprint:
+        known.take_settings(preparer)
         return known
     if settings.spill_bytes:
         threads.submit(preparer.recall)

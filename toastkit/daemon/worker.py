@@ -12,7 +12,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -59,7 +59,7 @@ class Worker:
         self._last_used = time.monotonic()
         self._memory_summary: dict[str, Any] = {}
         self._next_look: float | None = None
-        self._counts = {"prompt": 0, "cached": 0, "answer": 0}
+        self._counts = Counter({"prompt": 0, "cached": 0, "answer": 0})
 
     # ------------------------------------------------------------------------- of any other thread
 
@@ -246,7 +246,7 @@ class Worker:
             self._reload()
         while not self._reloading and (self._service is None or self._service.has_room):
             with self._condition:
-                if not self._waiting:
+                if not self._waiting or self._outdated():
                     break
                 *_, prepared, channel = heapq.heappop(self._waiting)
             self._begin(prepared, channel)
@@ -275,8 +275,7 @@ class Worker:
         return max(min(due) - time.monotonic(), 0) if due else None
 
     def _idle_work(self) -> None:
-        """Idle work: unload the model, or reload it for native products that have since been
-        built."""
+        """Unload the model, or reload it for native products that have since been built."""
         unload, now = self.settings.idle_unload, time.monotonic()
         if unload is not None and now >= self._last_used + unload:
             return self._unload()
@@ -290,7 +289,7 @@ class Worker:
             return self._refuse(prepared.request, channel, None)
         try:
             self._check_files()
-            if prepared.fingerprint != self._preparer.fingerprint:  # reloaded while it waited
+            if not self._preparer.prepared_alike(prepared):  # reloaded while it waited
                 prepared = self._preparer.prepare(prepared.request)
             if self._service is None:
                 channel.reply({"progress": {"loading": self._preparer.files.name}})
@@ -308,16 +307,9 @@ class Worker:
             for message in last_replies(conversation, model):
                 channel.reply(message)
             stats = conversation.stats(model)
-            for name in self._counts:
-                self._counts[name] += stats[name]
+            self._counts.update({name: stats[name] for name in self._counts})
             self.served += 1
-            end = conversation.end
-            facts = {
-                **{name: stats[name] for name in ("prompt", "cached", "answer", "seconds")},
-                "end": "cancelled" if channel.gone or end is None else end.reason,
-                "hash": f"{conversation.prepared.save_key(conversation.text):016x}",
-                "error": conversation.error.message if conversation.error is not None else None,
-            }
+            facts = conversation.audit_facts(stats)
         except Exception as error:
             channel.reply(error_reply(as_toast_error(error)))
             raise
@@ -329,10 +321,9 @@ class Worker:
         """Write a line of the audit log, which leaves the texts out itself."""
         if self.settings.audit is None:
             return
-        who = {**channel.connection.peer._asdict(), "op": request.op}
-        about = {"model": self._preparer.files.name, "session": request.session}
+        about = {"op": request.op, "model": self._preparer.files.name, "session": request.session}
         texts = {"messages": messages_of(request), "text": text}
-        self.settings.audit.write({**who, **about, **facts}, texts)
+        self.settings.audit.write({**channel.connection.peer._asdict(), **about, **facts}, texts)
 
     def _health(self, request: Request, channel: Any) -> None:
         start, loaded = time.perf_counter(), self._service is not None
@@ -352,9 +343,9 @@ class Worker:
             self._service.make_room()
 
     def _reload(self) -> None:
-        """Replace the model if its files have changed. On failure keep the old one, if still in
-        memory."""
+        """Replace the model if its files have changed. What fails before that keeps the old one."""
         self._reloading = False
+        self._preparer.changed()
         try:
             preparer = current_model(self.settings, self._readers, self._preparer)
             if preparer is self._preparer and not (self._service and self._service.has_moved()):
@@ -364,12 +355,22 @@ class Worker:
                 self._service.end_attached(UnavailableError("the daemon loads its model again"))
             self._load_again(preparer)
         except Exception as error:
+            if self._service is not None:
+                self._preparer.stay(as_toast_error(error).message)
             self._say(f"cannot reload: {as_toast_error(error).message}")
 
     def _check_files(self) -> None:
-        """While the model is unloaded, check whether its files have changed."""
+        """While the model answers nothing, take it as its files are now."""
         if self._service is None:
             self._preparer = current_model(self.settings, self._readers, self._preparer)
+        elif not self._service.active and self._outdated():
+            self._reload()
+
+    def _outdated(self) -> bool:
+        """Whether to reload before anything new begins: the model's files have changed."""
+        if (service := self._service) and not service.attached and self._preparer.changed():
+            self._reloading = True
+        return self._reloading
 
     def _load_again(self, preparer: Preparer) -> None:
         self._unload()
@@ -378,8 +379,7 @@ class Worker:
         self._say(f"reloaded {preparer.files.name}")
 
     def _attached(self, request: Request, channel: Any) -> None:
-        """Perform an op of toast-prefill or toast-decode, which use this model for a run of their
-        own."""
+        """Perform an op of toast-prefill or toast-decode, whose own run uses this model."""
         from toastkit.daemon.attached import serve
 
         try:

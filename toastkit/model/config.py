@@ -124,6 +124,8 @@ def fingerprint(files: ModelFiles) -> str:
         data = files.read(name)
         digest.update(b"%s %d\n" % (name.encode(), -1 if data is None else len(data)))
         digest.update(data or b"")
+    if data := files.read("chat_template.json"):
+        digest.update(b"%d\n" % len(data) + data)
     for path in files.weight_files():
         _digest_weights(digest, path)
     return digest.hexdigest()

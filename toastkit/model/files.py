@@ -13,7 +13,7 @@ import stat
 from functools import cached_property
 from pathlib import Path
 
-from toastkit.errors import DataError, NoInputError, from_os_error
+from toastkit.errors import DataError, NoInputError, from_os_error, reported_as
 from toastkit.model import toast_format
 from toastkit.model.safetensors import Header, check_sizes, read_header
 from toastkit.text.bounded_json import parse
@@ -29,6 +29,7 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 _SHARD = r"(.+-)([0-9]{1,9})(-of-([0-9]{1,9})\.safetensors)"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+SUFFIXES = (".json", ".jinja", ".safetensors")  # of all files of a checkpoint
 MAX_SMALL_FILE_BYTES = 16 << 20
 MAX_LARGER_FILE_BYTES = 64 << 20  # limit for files that grow with the vocabulary or the tensors
 LARGER_FILES = ("tokenizer.json", INDEX_FILE)
@@ -67,6 +68,18 @@ class ModelFiles:
         with open(self.path, "rb") as file:
             file.seek(entry.start)
             return file.read(entry.nbytes)
+
+    def state(self) -> list[tuple[str, int, int, int]]:
+        """Return what changes when a file of the checkpoint is replaced or written to: path, inode,
+        size and time of each. Raises what from_os_error gives."""
+        found = [str(self.path)]
+        with reported_as(f"cannot read {self.path}"):
+            if not self.is_toast:
+                found = [entry.path for entry in os.scandir(self.path)]
+                found += [str(self.path / name) for name in self.additional_templates()]
+                found = sorted(name for name in found if name.endswith(SUFFIXES))
+            about = [(name, os.stat(name)) for name in found]
+        return [(name, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in about]
 
     def small_files(self) -> list[str]:
         """Return the names of all possible small files. Raises as additional_templates."""
