@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ from tests.model.worker_driver import PROMPT, answer_of, done, until
 from toastkit.engine.opening import open_engine
 from toastkit.errors import DataError
 from toastkit.model.config import fingerprint
-from toastkit.model.locate import locate
+from toastkit.model.locate import CRUMB, locate
 
 
 @pytest.fixture
@@ -84,6 +85,25 @@ def test_a_replacement_that_cannot_be_read_is_told(start, model: Path, plain: Pl
     assert channel.one("stats")["notes"] == []
     turned(model)
     assert running.answer() == expected(model)
+
+
+def test_a_file_that_becomes_no_model_is_told(start, tmp_path: Path, monkeypatch) -> None:
+    model = tmp_path / "m.toast"
+    shutil.copy(CRUMB, model)
+    running = start(model=model)
+    answer = running.answer()
+    for size in (1000, 2000):
+        (tmp_path / "new").write_bytes(CRUMB.read_bytes()[:size])
+        (tmp_path / "new").rename(model)
+        channel = running.ask()
+        done(channel)
+        assert answer_of(channel) == answer
+        (note,) = channel.one("stats")["notes"]
+        assert "m.toast" in note
+    assert len(running.said) == 1
+    shutil.copy(CRUMB, tmp_path / "new")
+    (tmp_path / "new").rename(model)
+    assert running.answer() == answer and running.said[1:] == [f"{model} has not changed"]
 
 
 def test_a_model_that_is_gone_answers_from_memory(start, model: Path, plain: Plain) -> None:

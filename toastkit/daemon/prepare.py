@@ -82,7 +82,7 @@ class Preparer:
     ):
         self.files = files
         self._selected = selected or files.name
-        self._state = files.state()  # before anything is read
+        self._state: list | None = files.state()  # before anything is read
         self._warnings: tuple[str, ...] = ()
         self._revision = 0
         self.resident, self.experts = resident, experts
@@ -95,10 +95,14 @@ class Preparer:
     def changed(self) -> bool:
         """True, once for each change, if -m selects other files now, or if these have been written
         to. A model that is gone is no change."""
-        with suppress(ToastError):
-            state, self._state = self._state, find(self._selected).state()
-            return state != self._state
-        return False
+        before = self._state
+        try:
+            self._state = find(self._selected).state()
+        except NoInputError:
+            return False
+        except ToastError:
+            self._state = None  # something that cannot be read
+        return self._state != before
 
     def prepared_alike(self, prepared: Prepared) -> bool:
         """False if that request has to be prepared again, since something has changed."""
