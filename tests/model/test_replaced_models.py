@@ -103,7 +103,7 @@ def test_a_file_that_becomes_no_model_is_told(start, tmp_path: Path, monkeypatch
     assert len(running.said) == 1
     shutil.copy(CRUMB, tmp_path / "new")
     (tmp_path / "new").rename(model)
-    assert running.answer() == answer and running.said[1:] == [f"{model} has not changed"]
+    assert running.answer() == answer and running.said[1:] == [f"reloaded {model}"]
 
 
 def test_a_model_that_is_gone_answers_from_memory(start, model: Path, plain: Plain) -> None:
