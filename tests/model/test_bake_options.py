@@ -20,7 +20,7 @@ from toastkit.model.toast_format import GEAR_PREFIX
 from toastkit.native.library import BITS, GROUP_SIZES
 from toastkit.store.bake import bake, split
 from toastkit.store.precision import GEAR_BITS, dequantise_rows, quantise_rows
-from toastkit.store.quantising import MODES, QuantizationOptions
+from toastkit.store.quantising import E2M1_LIMITS, MODES, QuantizationOptions, packing
 from toastkit.store.store import Store
 from toastkit.store.verify import verify
 
@@ -271,3 +271,18 @@ def test_gears_of_broken_weights(sources: dict, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x"]
     (problem,) = verify(locate(str(source)), values=True)
     assert problem.tensor == name and "NaN" in problem.reason
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("mode, group", [("mxfp4", 32), ("nvfp4", 16)])
+def test_four_bit_floats_are_those_of_mlx(mode: str, group: int, dtype: mx.Dtype) -> None:
+    """Weights of all sizes, weights exactly between two values, and groups of zeros."""
+    mx.random.seed(7)
+    drawn = mx.random.normal((2, 30, 64)) * mx.array(10.0) ** mx.random.randint(-9, 3, (2, 30, 1))
+    between = [0.0, 6.0, *E2M1_LIMITS, *(-limit for limit in E2M1_LIMITS)]
+    between = mx.array(between)[mx.random.randint(0, len(between), (2, 30, 64))]
+    for weight in (drawn, between, mx.zeros((1, 1, 64)), between * 2.0**-20):
+        found = packing(group, 4, mode)(weight.astype(dtype))
+        expected = mx.quantize(weight.astype(dtype), mode=mode)
+        assert mx.array_equal(found["weight"], expected[0]), mode
+        assert mx.array_equal(found["scales"], expected[1])

@@ -21,6 +21,9 @@ MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "mxfp8": ((32,), (8,)),
 }
 
+# Half-way between the values of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+E2M1_LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
 
 @dataclass(frozen=True)
 class QuantizationOptions:
@@ -55,13 +58,40 @@ class QuantizationOptions:
 Quantise = Callable[[mx.array], dict[str, mx.array]]
 
 
-def _packing(group_size: int, bits: int, mode: str) -> Quantise:
+def packing(group_size: int, bits: int, mode: str) -> Quantise:
     """Return the function that quantises one module: (..., columns) in any floating dtype -> weight
     (..., columns * bits / 32) uint32, scales and, in affine mode, biases
     (..., columns / group_size). Lazy."""
-    return lambda weight: dict(
-        zip(("weight", "scales", "biases"), mx.quantize(weight, group_size, bits, mode=mode))
-    )
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+
+    def quantise(weight: mx.array) -> dict[str, mx.array]:
+        packed, *parameters = mx.quantize(weight, group_size, bits, mode=mode)
+        if on_cpu and mode.endswith("fp4"):
+            packed = _packed_e2m1(weight, parameters[0], mode)
+        return dict(zip(("weight", "scales", "biases"), (packed, *parameters)))
+
+    return quantise
+
+
+def _packed_e2m1(weight: mx.array, scales: mx.array, mode: str) -> mx.array:
+    """Return the packed weights that mx.quantize gives with these scales, (..., columns / 8)
+    uint32, in a fifth of its time on the CPU, where it measures the distance of each weight to all
+    sixteen values. As there, what lies half-way between two values becomes the smaller one, and a
+    group whose scale is 0 becomes 0; what is too large for the largest scale becomes the largest
+    value, and not 0."""
+    if mode == "nvfp4":
+        unit = mx.from_fp8(scales, weight.dtype)
+    else:
+        unit = mx.power(mx.array(2.0, weight.dtype), scales.astype(weight.dtype) - 127)
+    unit = unit[..., None]
+    rows = weight.reshape(*scales.shape, -1) / unit
+    rows = mx.where(unit == 0, 0, rows).astype(mx.float32)
+    size = mx.abs(rows)
+    code = (rows < -E2M1_LIMITS[0]).astype(mx.uint8) * 8
+    for limit in E2M1_LIMITS:
+        code = code + (size > limit).astype(mx.uint8)
+    code = code.reshape(*weight.shape[:-1], -1, 8).astype(mx.uint32)
+    return mx.sum(code << mx.arange(0, 32, 4, mx.uint32), axis=-1)
 
 
 def choose_modules(
@@ -94,7 +124,7 @@ def choose_modules(
         except (ValueError, TypeError) as error:
             reason = str(error).strip().split("\n")[0][:200]
             raise UsageError(f"{name}: {path} cannot be quantised so: {reason}") from error
-        chosen[path] = _packing(made.group_size, made.bits, getattr(made, "mode", "affine"))
+        chosen[path] = packing(made.group_size, made.bits, getattr(made, "mode", "affine"))
     if not chosen:
         size = base["group_size"]
         raise UsageError(f"{name}: no module's rows divide into groups of {size}")
