@@ -28,6 +28,7 @@ from toastkit.frames import (
     dumps,
     pack_ids,
 )
+from toastkit.model.locate import locate
 
 ROOT = Path(__file__).parents[2]
 NAMES = [command.name for command in COMMANDS]
@@ -230,6 +231,17 @@ def test_the_line_that_is_no_prompt_is_named(toast) -> None:
     for bad, said in ((b"\xff", "the prompt is not UTF-8"), (b"a " * 9000, "the prompt has 9")):
         done = toast("tokenize", "--each-line", stdin=b"Hi\n\n" + bad)
         assert lines_of(done, "tokenize", 65)[0].startswith(f"line 3: {said}")
+
+
+def test_the_line_that_the_template_refuses_is_named(toast, tmp_path: Path) -> None:
+    crumb = locate("crumb")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes(crumb.read(name) or b"")
+    refuses = "{% if messages[0].content == 'b' %}{{ raise_exception('no b') }}{% endif %}x"
+    (tmp_path / "chat_template.jinja").write_text(refuses)
+    for what in ("--template-only", "--count"):
+        done = toast("tokenize", "--each-line", what, "-m", str(tmp_path), stdin=b"a\nb\n")
+        assert lines_of(done, "tokenize", 65)[0].startswith("line 2: ") and b"no b" in done.stderr
 
 
 def test_text_that_is_not_utf8(toast) -> None:

@@ -14,6 +14,7 @@ from toastkit.stages.inspect import Statistics
 
 USAGE = [
     (["--slice", "a"], "--slice takes A:B, not 'a'"),
+    (["--slice", "5:2"], "--slice 5:2 ends before it begins"),
     (["--slice", "9" * 5000 + ":"], "--slice takes A:B, not"),
     (["--kinds", "lgits"], "no such kind of frame: lgits"),
     (["--kinds", " ,"], "--kinds names none"),

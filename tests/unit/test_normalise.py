@@ -39,11 +39,11 @@ def changed(**fields: Any) -> Fitted:
     return fitted({**LLAMA, **fields})
 
 
-@pytest.mark.parametrize("chosen", [0, -1, 9, 2.0, "2", True])
+@pytest.mark.parametrize("chosen", [0, -1, 9, 2.0, "2", True, None])
 def test_a_token_goes_to_some_of_the_experts(chosen: object) -> None:
     moe = {**LLAMA, "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 8}
     assert fitted(moe)
-    said = f"^m: config.json has num_experts_per_tok {chosen!r} of 8 experts$"
+    said = f"^m: config.json has num_experts_per_tok {json.dumps(chosen)} of 8 experts$"
     with pytest.raises(DataError, match=said):
         fitted({**moe, "num_experts_per_tok": chosen})
     assert fitted({**moe, "num_experts": 0, "num_experts_per_tok": chosen})  # it has none

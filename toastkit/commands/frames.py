@@ -91,7 +91,10 @@ def _span(text: str | None) -> tuple[int, int | None]:
     match = re.fullmatch(r"([0-9]{0,18}):([0-9]{0,18})", text)
     if not match:
         raise UsageError(f"--slice takes A:B, not {text[:40]!r}")
-    return int(match[1] or 0), int(match[2]) if match[2] else None
+    first, end = int(match[1] or 0), int(match[2]) if match[2] else None
+    if end is not None and end < first:
+        raise UsageError(f"--slice {text} ends before it begins")
+    return first, end
 
 
 def _copy(flags: dict[str, Any], chosen: Callable, reader: LogitsReader) -> int:

@@ -26,6 +26,7 @@ from toastkit.errors import UsageError
 @click.pass_context
 def tokenize(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     from toastkit.commands.prompt import prompt_tokenizer, prompts
+    from toastkit.stages.tokenize import at
 
     if flags["count"] and flags["template_only"]:
         raise UsageError("--count and --template-only exclude each other")
@@ -38,7 +39,8 @@ def tokenize(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
         if flags["count"]:
             print(len(tokenizer.encode(one)), flush=True)
         else:
-            write_text(tokenizer.render(one))
+            with at(one.where):
+                write_text(tokenizer.render(one))
     return 0
 
 
