@@ -220,6 +220,27 @@ def test_an_empty_prompt(toast, name: str, arguments: list[str], stdin: bytes | 
     assert lines_of(toast(name, *arguments, stdin=stdin), name, 65)[0] == "empty prompt"
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "stdin"),
+    [
+        ("decode", ["--bogus"], b"frames"), ("decode", ["--gear", "x"], b"frames"),
+        ("decode", ["--greedy", "--force", "x"], b"frames"),
+        ("frames", ["--slice", "5:2"], b"frames"),
+        ("decode", ["--bogus"], b"text"), ("decode", ["--bogus"], b""),
+        ("frames", ["--slice", "5:2", "--json"], b"frames"), ("frames", ["--bogus"], b'{"t": 1}'),
+    ],
+)  # fmt: skip
+def test_a_refusal_amid_frames_is_sent_on(toast, name: str, words: list[str], stdin: bytes) -> None:
+    """So that the stages behind it end with its code, and say nothing. Text gets none."""
+    sent = stdin == b"frames" and "--json" not in words
+    if stdin == b"frames":
+        stdin = toast("tokenize", "hi").stdout
+    done = toast(name, *words, stdin=stdin)
+    message, _ = lines_of(done, name, 64)
+    found = list(FrameReader(io.BytesIO(done.stdout)))
+    assert [(error.code, error.message) for error in found] == [(64, message)] * sent
+
+
 @pytest.mark.parametrize(("name", "stdin"), [("decode", b"\n \n"), ("tokenize", b"")])
 def test_no_line_at_all(toast, name: str, stdin: bytes) -> None:
     message, _ = lines_of(toast(name, "--each-line", stdin=stdin), name, 65)

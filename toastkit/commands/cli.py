@@ -30,6 +30,9 @@ from toastkit.text.terminal import shown
 # what imports create, and costs a tenth of the start-up time.
 YOUNG_OBJECTS = 50_000
 SUMMARIES = {command.name: command.summary for command in COMMANDS}
+# Options with which a command that writes frames writes something else.
+AS_TEXT = {"--count", "--template-only", "--calibrate", "--json", "--validate"}
+FRAMES_SECONDS = 2.0  # how long a command that failed waits to see whether it is fed frames
 WRITES = {command.program: command.writes for command in COMMANDS}
 
 
@@ -294,10 +297,6 @@ def _report(
 ) -> int:
     """Report an error on stderr, with debug its traceback (cause: the exception to show). send:
     also down the pipe, unless that has been done."""
-    if send and not error.sent and _writes_frames(name):
-        from toastkit.commands.pipes import send_error
-
-        send_error(error, name)
     if debug:
         import traceback
 
@@ -308,13 +307,25 @@ def _report(
         print_error(error, name)
     elif not _stdin_is_live():
         print_error(error, f"{name}: {error.stage}")
+    if send and not error.sent and _writes_frames(name):
+        from toastkit.commands.pipes import send_error
+
+        send_error(error, name)
     return error.code
 
 
 def _writes_frames(name: str) -> bool:
-    """True if stdout is a stream of frames, as far as a command that failed early can tell."""
-    as_text = {"--count", "--template-only", "--calibrate"}.intersection(sys.argv[1:])
-    return WRITES.get(name) == "frames" and not as_text and not os.isatty(1)
+    """True if stdout is a stream of frames, as far as a command that failed early can tell. What
+    reads text or frames writes what it reads."""
+    writes = WRITES.get(name, "")
+    if "frames" not in writes or AS_TEXT.intersection(sys.argv[1:]) or os.isatty(1):
+        return False
+    if writes == "frames":
+        return True
+    from toastkit.commands.stdin import first_byte, stdin_has_text
+    from toastkit.frames import starts_frames
+
+    return stdin_has_text() and starts_frames(first_byte(seconds=FRAMES_SECONDS))
 
 
 def print_error(error: ToastError, name: str) -> None:

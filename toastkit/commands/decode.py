@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import closing
 from typing import Any
 
 import click
 
 from toastkit.client.output import write_text
-from toastkit.commands import cli, gear_flags, options, policy_flags, program_name, run_reports
+from toastkit.commands import cli, gear_flags, options, policy_flags, run_reports
 from toastkit.commands.sizes import IntegerRange
-from toastkit.errors import ToastError, UsageError
+from toastkit.errors import UsageError
 from toastkit.frames import End, Frame, Text, Token, starts_frames
 
 ONLY_TEXT = (
@@ -55,15 +54,8 @@ def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     insisted = policy_flags.insisted(context, flags)
     first = _first_byte(prompt, flags)
     if starts_frames(first):
-        try:
-            _refuse_text(context, prompt, flags)
-            return _filter(flags, first, insisted)
-        except ToastError as error:
-            if not error.sent and not os.isatty(1):
-                from toastkit.commands.pipes import send_error
-
-                send_error(error, program_name("decode"))
-            raise
+        _refuse_text(context, prompt, flags)
+        return _filter(flags, first, insisted)
     cli.refuse_together(context, "is for frames, but there are none on stdin", *ONLY_FRAMES)
     if flags["as_json"]:
         cli.refuse_together(context, "is for text, not with --json", "no_newline")
@@ -88,11 +80,11 @@ def _refuse_text(context: click.Context, prompt: tuple[str, ...], flags: dict[st
 
 def _first_byte(prompt: tuple[str, ...], flags: dict[str, Any]) -> bytes:
     """The byte of stdin that tells frames from text, b"" if stdin is not read."""
-    from toastkit.commands.prompt import stdin_has_text
+    from toastkit.commands.stdin import first_byte, stdin_has_text
 
     if flags["messages"] is not None or not ("-" in prompt or stdin_has_text()):
         return b""
-    return os.read(0, 1)
+    return first_byte()
 
 
 def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import stat
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,20 @@ def stdin_has_text() -> bool:
     except OSError:
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+_first: bytes | None = None
+
+
+def first_byte(seconds: float | None = None) -> bytes:
+    """The first byte of stdin, b"" at its end; later calls return the same. seconds: wait no longer
+    than that for it, and return b"" then."""
+    global _first
+    if _first is None:
+        if seconds is not None and not select.select([0], [], [], seconds)[0]:
+            return b""
+        _first = os.read(0, 1)
+    return _first
 
 
 def read_stdin(what: str = "the prompt", most: int = MOST_BYTES) -> bytes:
