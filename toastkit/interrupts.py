@@ -7,12 +7,14 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Interrupt:
     """Whether a signal asked to stop. `signal` is its number, 0 for none.
 
-    A stage that can stop cleanly checks it between steps; `fileno` becomes readable once it is set,
-    for a stage that waits in poll(2).
+    A stage that can stop cleanly checks it between steps. One that waits in poll(2) has `fileno`
+    wake it, and then asks `noted`.
     """
 
     signal: int = 0
@@ -26,8 +28,12 @@ class Interrupt:
         return 128 + self.signal if self.signal else 0
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable on a signal; -1 if there is none."""
+        """A descriptor that becomes readable on a signal, of any kind; -1 if there is none."""
         return -1
+
+    def noted(self) -> bool:
+        """Whether a signal asked to stop. `fileno` is then readable, and only then."""
+        return bool(self)
 
 
 class Signals(Interrupt):
@@ -42,22 +48,32 @@ class Signals(Interrupt):
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # At once, by the system's handler. One that comes just before poll(2), or on another
+        # thread, does not interrupt it, and Python's handlers run after it.
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in STOPS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, background jobs
                 signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        again = bool(self.signal)
-        if self.patient and not again:
-            self.signal = number
-            os.write(self._write, b"!")
-        elif number == signal.SIGINT and not again:
-            raise KeyboardInterrupt
-        else:
-            raise SystemExit(128 + (self.signal or number))
+        if self.signal and self.patient:
+            raise SystemExit(self.code)
+        self.signal = number  # even if raised: where objects are finalised, exceptions are lost
+        os.write(self._write, bytes([number]))
+        if not self.patient:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(self.code)
 
     def fileno(self) -> int:
         return self._read
+
+    def noted(self) -> bool:
+        found = b""
+        while not self.signal:
+            try:
+                found += os.read(self._read, 64)
+            except BlockingIOError:
+                break
+        return bool(self) or any(number in found for number in STOPS)
 
     def on_memory_warning(self, warn: Callable[[], None] | None = None) -> None:
         """Call `warn` on SIGUSR1 from now on, which then does not end the process. warn: must be
@@ -78,7 +94,4 @@ class Signals(Interrupt):
     def forget(self) -> None:
         """Forget the noted signal: the next one is the first again."""
         self.signal = 0
-        try:
-            os.read(self._read, 16)
-        except BlockingIOError:
-            pass
+        self.noted()

@@ -23,9 +23,11 @@ def signals_put_back() -> Iterator[None]:
     """What a test does to the handlers of signals is undone at its end."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
+    wakeup = signal.set_wakeup_fd(-1)
     try:
         yield
     finally:
+        signal.set_wakeup_fd(wakeup)
         for number, handler in zip(numbers, before):
             signal.signal(number, handler)
 

@@ -38,10 +38,10 @@ class WatchedInput:
         self.began = first[:1]  # the first byte of the stream, once read
         self._poll = select.poll()
         self._poll.register(0, select.POLLIN)
-        self._signals = -1 if signals is None else signals.fileno()
+        self._signals = signals
         self._until: float | None = None
         if signals is not None:
-            self._poll.register(self._signals, select.POLLIN)
+            self._poll.register(signals.fileno(), select.POLLIN)
         if not os.isatty(1):
             self._poll.register(1, 0)
 
@@ -57,8 +57,9 @@ class WatchedInput:
             ready = dict(self._poll.poll(left))
             if ready.get(1, 0) & GONE:
                 raise BrokenPipeError
-            if self._signals in ready:
-                self._poll.unregister(self._signals)
+            signals = self._signals
+            if signals is not None and signals.fileno() in ready and signals.noted():
+                self._poll.unregister(signals.fileno())
                 self._until = time.monotonic() + GRACE
             if 0 in ready:
                 data = os.read(0, size)

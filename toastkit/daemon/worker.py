@@ -345,7 +345,7 @@ class Worker:
     def _reload(self) -> None:
         """Replace the model if its files have changed. What fails before that keeps the old one."""
         self._reloading = False
-        self._preparer.changed()
+        self._preparer.changed()  # from now on
         try:
             preparer = current_model(self.settings, self._readers, self._preparer)
             if preparer is self._preparer and not (self._service and self._service.has_moved()):

@@ -238,7 +238,7 @@ class PipeRun:
             return False
         if ready.get(1, 0) & GONE:
             raise BrokenPipeError
-        return bool(interrupt)
+        return interrupt.noted()
 
     def keeps(self, state: State) -> bool:
         return state.session is not None and not state.session.ephemeral

@@ -1,0 +1,82 @@
+"""Signals that ask a stage to stop, while it waits in poll(2) and before."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.fake_daemon import signals_put_back
+from toastkit.commands.pipes import WatchedInput
+from toastkit.interrupts import Signals
+
+
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    with signals_put_back():
+        yield Signals()
+
+
+def test_a_signal_on_another_thread_ends_a_wait(signals: Signals) -> None:
+    """As one does that comes between Python's look for signals and the system call: the call is not
+    interrupted, and Python's handler runs when it is over."""
+    signals.patient = True
+    poll = select.poll()
+    poll.register(signals.fileno(), select.POLLIN)
+    send = threading.Timer(0.02, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM))
+    send.start()
+    assert poll.poll(10_000) == [(signals.fileno(), select.POLLIN)]
+    send.join()
+    assert signals.noted() and signals.code == 143
+
+
+def test_other_signals_end_no_wait(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    """A warning of low memory wakes a reader, which goes on to read."""
+    warned: list[int] = []
+    signals.on_memory_warning(lambda: warned.append(1))
+    read, write = os.pipe()
+    saved = os.dup(0)
+    os.dup2(read, 0)
+    try:
+        source = WatchedInput(signals=signals)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        threading.Timer(0.05, lambda: os.write(write, b"x")).start()
+        assert source.read1(1) == b"x" and warned == [1]
+        assert not signals.noted() and not signals
+        poll = select.poll()
+        poll.register(signals.fileno(), select.POLLIN)
+        assert poll.poll(0) == []  # it would spin
+    finally:
+        os.dup2(saved, 0)
+        for fd in (read, write, saved):
+            os.close(fd)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_exception_is_lost_is_noted(signals: Signals) -> None:
+    """Python drops what is raised while an object is finalised."""
+
+    class Last:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Last()
+    assert signals.noted() and signals.code == 143
+    signals.forget()
+    assert not signals.noted()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_second_one_ends_the_process(signals: Signals, number: int) -> None:
+    signals.patient = True
+    os.kill(os.getpid(), number)
+    assert signals.signal == number
+    with pytest.raises(SystemExit) as end:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert end.value.code == 128 + number
