@@ -257,7 +257,7 @@ def _activation(config: dict[str, Any], source: Source) -> str:
 
 
 def _activation_cautions(config: dict[str, Any], source: Source) -> Iterator[str]:
-    """Yield cautions about GELU, whose tanh approximation differs by up to 0.001."""
+    """Yield cautions about GELU, whose tanh approximation moves log-probabilities."""
     word = _activation(config, source)
     if "gelu" not in word:
         return
