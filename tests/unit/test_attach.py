@@ -1,4 +1,4 @@
-"""The executable's side of an attached run: what it asks a daemon, and what it makes of answers."""
+"""The executable's side of an attached run: its requests to a daemon, and their replies."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.unit.fake_daemon import DROP, HOLD, SECONDS, FakeDaemon, failure
+from toastkit import wire
 from toastkit.engine.remote import Operations, RemoteEngine, attach
 from toastkit.errors import (
     CannotCreateError,
@@ -81,8 +82,9 @@ def test_without_a_daemon_nothing_is_imported_and_nothing_said() -> None:
     assert set(done.stdout.split()) <= few
 
 
-def test_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_where_a_daemon_is_looked_for(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     from toastkit.commands import engines
+    from toastkit.daemon import paths
 
     with FakeDaemon([HELLO]) as daemon:
         monkeypatch.setenv("TOAST_SOCKET", daemon.path)
@@ -96,11 +98,6 @@ def test_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch, capsys) -> None
     with pytest.raises(UsageError):
         engines.attach(FLAGS, MODEL)
 
-
-def test_a_directory_that_is_not_ours_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from toastkit.commands import engines
-    from toastkit.daemon import paths
-
     def refuse() -> str:
         raise CannotCreateError("it belongs to another user")
 
@@ -108,15 +105,14 @@ def test_a_directory_that_is_not_ours_is_not_asked(monkeypatch: pytest.MonkeyPat
     assert engines.attach(FLAGS, MODEL) is None
 
 
-def test_what_is_told_and_asked_at_first() -> None:
+def test_the_attach_request() -> None:
     said: list[str] = []
     with FakeDaemon([HELLO]) as daemon:
         engine = attach(daemon.path, MODEL, "gpu", "float16", 16, said.append)
         assert engine is not None
         engine.close()
-        assert daemon.request == {
-            "op": "attach", "fingerprint": MODEL, "device": "gpu", "dtype": "float16", "kv_bits": 16
-        }  # fmt: skip
+        asked = {"fingerprint": MODEL, "device": "gpu", "dtype": "float16", "kv_bits": 16}
+        assert daemon.request == {"op": "attach", **asked}
         assert said == [f"using the weights of the daemon at {daemon.path}"]
     assert (engine.vocab, engine.context, engine.chunk) == (VOCAB, 100, 3)
     assert (engine.device, engine.dtype) == ("cpu", None)
@@ -142,22 +138,21 @@ def test_a_residency_that_is_insisted_on(has: str | None) -> None:
         )
 
 
+NO_REPLY = "what the daemon at {path} sent is not a reply"
+
+
 @pytest.mark.parametrize(
     ("script", "line"),
-    [
-        (failure(66, "the daemon runs another"), "the daemon runs another"),
-        (failure(69, "the daemon is shutting down"), "the daemon is shutting down"),
-        (failure(64, "op: unknown 'attach'"), "op: unknown 'attach'"),
-        ([DROP], "the daemon went away"),
-        ([b"HTTP/1.1 400 Bad Request\r\n"], "what the daemon at {path} sent is not a reply"),
-        ([b"\xff\xfe\n"], "what the daemon at {path} sent is not a reply"),
-        ([b"[]\n"], "what the daemon at {path} sent is not a reply"),
-        ([{"attached": None}], "what the daemon at {path} sent is not a reply"),
-        ([{"attached": {"vocab": True, "chunk": 3}}], "what the daemon at {path} sent is not a"),
-        ([{"attached": {"vocab": 4, "chunk": 0}}], "what the daemon at {path} sent is not a reply"),
-    ],
-)
-def test_one_that_will_not_do_is_left_alone(script: list, line: str) -> None:
+    [(failure(66, "the daemon runs another"), "the daemon runs another"),
+     (failure(69, "the daemon is shutting down"), "the daemon is shutting down"),
+     (failure(64, "op: unknown 'attach'"), "op: unknown 'attach'"),
+     ([DROP], "the daemon went away"), ([b"HTTP/1.1 400 Bad Request\r\n"], NO_REPLY),
+     ([b"\xff\xfe\n"], NO_REPLY),
+     ([b"[]\n"], NO_REPLY), ([{"attached": None}], NO_REPLY),
+     ([{"attached": {"vocab": True, "chunk": 3}}], NO_REPLY),
+     ([{"attached": {"vocab": 4, "chunk": 0}}], NO_REPLY)],
+)  # fmt: skip
+def test_a_daemon_that_refuses_or_talks_nonsense_is_left_alone(script: list, line: str) -> None:
     said: list[str] = []
     with FakeDaemon(script) as daemon:
         assert attach(daemon.path, MODEL, "auto", None, None, said.append) is None
@@ -165,20 +160,15 @@ def test_one_that_will_not_do_is_left_alone(script: list, line: str) -> None:
         assert said[0].endswith(": loading the model here")
 
 
-def test_a_socket_that_nobody_serves(tmp_path: Path) -> None:
+def test_nobody_serves_the_socket_or_another_user_does(tmp_path: Path, monkeypatch) -> None:
     said: list[str] = []
     with FakeDaemon([HELLO]) as daemon:
         daemon.stop_listening()
         assert attach(daemon.path, MODEL, "auto", None, None, said.append) is None
     (tmp_path / "file").write_bytes(b"")
-    assert attach(str(tmp_path / "file"), MODEL, "auto", None, None, said.append) is None
-    assert attach(str(tmp_path / ("x" * 200)), MODEL, "auto", None, None, said.append) is None
+    for path in (tmp_path / "file", tmp_path / ("x" * 200)):
+        assert attach(str(path), MODEL, "auto", None, None, said.append) is None
     assert said == []
-
-
-def test_another_users_daemon_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from toastkit import wire
-
     monkeypatch.setattr(wire, "peer_of", lambda connection: wire.Peer(os.geteuid() + 1, 1))
     with FakeDaemon([HELLO]) as daemon:
         assert attach(daemon.path, MODEL, "auto", None, None) is None
@@ -218,26 +208,22 @@ def test_a_run_from_its_prompt_to_its_end() -> None:
         assert daemon.connections == 1
 
 
-def test_all_of_a_prompt_that_is_stored_is_not_read() -> None:
-    with FakeDaemon([HELLO], restored(2, FULL)) as daemon:
+def test_a_step_is_waited_for_when_its_logits_are_wanted() -> None:
+    """A prompt all of which is stored is not read."""
+    with FakeDaemon([HELLO], restored(2, FULL), [HOLD]) as daemon:
         engine, state = running(daemon, [5, 6])
         assert list(engine.reading(state, [5, 6])) == []
         assert state.values().tolist() == [1, 2, 3, 4]
-
-
-def test_a_step_is_waited_for_when_its_logits_are_wanted() -> None:
-    with FakeDaemon([HELLO], restored(1, FULL), [HOLD]) as daemon:
-        engine, state = running(daemon, [5])
         engine.consume(state, 1)
         state.submit()
         engine.look_ahead(state)
-        assert len(state.tokens) == 2
+        assert len(state.tokens) == 3
         state.close()  # the daemon is at work on it: closing must not wait for that
         engine.close()
         assert daemon.gone.wait(SECONDS)
 
 
-def test_what_is_asked_waits_for_the_step_before_it(tmp_path: Path) -> None:
+def test_a_commit_waits_for_the_steps_before_it(tmp_path: Path) -> None:
     step = [{"step": {"logits": FULL}}]
     scripts = [[HELLO], restored(1, FULL), step, step, [{"committed": {}}], [{"released": {}}]]
     with FakeDaemon(*scripts) as daemon, Session.open(tmp_path / "s", MODEL) as session:
@@ -251,16 +237,18 @@ def test_what_is_asked_waits_for_the_step_before_it(tmp_path: Path) -> None:
         assert daemon.requests[1]["session"] == str(tmp_path / "s")
 
 
-def test_the_engine_lets_go_of_a_state_that_was_not_closed() -> None:
+def test_an_engine_releases_the_states_that_are_open() -> None:
+    """A daemon that does not count is not asked to."""
     with FakeDaemon([HELLO], restored(), [{"released": {}}]) as daemon:
         engine, state = running(daemon, [5])
+        engine.begin_run()
         engine.close()
         assert daemon.requests[-1] == {"op": "release"}
         state.close()
-        assert len(daemon.requests) == 3
+        assert len(daemon.requests) == 3 and engine.run_report() == {}
 
 
-def test_what_the_daemon_counted_is_told() -> None:
+def test_the_daemons_counts_are_reported() -> None:
     """Of what one of another version tells, only what a policy may have said."""
     hello = {"attached": {**HELLO["attached"], "counts": ["residency"]}}
     scripts = [[hello], restored(), [{"counting": {}}], [{"released": {"residency": {"read": 5}}}]]
@@ -280,22 +268,16 @@ def test_what_the_daemon_counted_is_told() -> None:
         assert asked == ["attach", "restore", "count", "release", "restore", "release"]
 
 
-def test_one_that_does_not_count_is_not_asked_to() -> None:
-    with FakeDaemon([HELLO], restored(), [{"released": {}}]) as daemon:
-        engine, state = running(daemon, [5])
-        engine.begin_run()
-        state.close()
-        assert engine.run_report() == {}
-        assert [request["op"] for request in daemon.requests] == ["attach", "restore", "release"]
-
-
 def test_closing_a_state_closes_its_session(tmp_path: Path) -> None:
-    with FakeDaemon([HELLO], restored(), [DROP]) as daemon:
+    with FakeDaemon([HELLO], restored(), [DROP], [HELLO]) as daemon:
         session = Session.open(tmp_path / "s", MODEL)
         state, _ = attached(daemon).restore(session, [5])
         state.close()  # the daemon has gone: that is no reason to keep the session
         assert session.lock is not None and not session.lock.held and state.session is None
         assert not (tmp_path / "s").exists()
+        with Session.open(tmp_path / "\udcff", MODEL) as session, pytest.raises(UsageError):
+            attached(daemon).restore(session, [5])  # JSON cannot say its path
+        assert len(daemon.requests) == 4
 
 
 # ------------------------------------------------------------------------------------- descriptors
@@ -323,35 +305,21 @@ def test_the_lock_goes_along(tmp_path: Path, count: int) -> None:
         assert session.lock is not None and session.lock.held
 
 
-def test_a_path_that_json_cannot_say(tmp_path: Path) -> None:
-    with FakeDaemon([HELLO]) as daemon:
-        with Session.open(tmp_path / "\udcff", MODEL) as session, pytest.raises(UsageError):
-            attached(daemon).restore(session, [5])
-        assert len(daemon.requests) == 1
-
-
 # ------------------------------------------------------------------------------------ failures
 
 
 @pytest.mark.parametrize(
     ("script", "kind"),
-    [
-        (failure(74, "cannot save session s: no space left on device"), IOFailure),
-        (failure(66, "no such session: s"), NoInputError),
-        ([DROP], UnavailableError),
-        ([b'{"read": {"held": 2', DROP], UnavailableError),
-        ([b"nonsense\n"], UnavailableError),
-        ([{"step": {"held": 2}}], UnavailableError),
-        (held(0), UnavailableError),
-        (held(5), UnavailableError),
-        ([{"read": {"held": "2", "logits": None}}], UnavailableError),
-        ([{"read": {"held": 2, "logits": 7}}], UnavailableError),
-        ([{"read": {"held": 2, "logits": "?"}}], UnavailableError),
-        ([{"read": {"held": 2, "logits": logits(1, 2, 3)}}], UnavailableError),
-        (held(2), None),
-    ],
-)
-def test_what_comes_instead_of_an_answer(script: list, kind: type | None) -> None:
+    [(failure(74, "cannot save session s: no space left on device"), IOFailure),
+     (failure(66, "no such session: s"), NoInputError), ([DROP], UnavailableError),
+     ([b'{"read": {"held": 2', DROP], UnavailableError), ([b"nonsense\n"], UnavailableError),
+     ([{"step": {"held": 2}}], UnavailableError), (held(0), UnavailableError),
+     (held(5), UnavailableError), ([{"read": {"held": "2", "logits": None}}], UnavailableError),
+     ([{"read": {"held": 2, "logits": 7}}], UnavailableError),
+     ([{"read": {"held": 2, "logits": "?"}}], UnavailableError),
+     ([{"read": {"held": 2, "logits": logits(1, 2, 3)}}], UnavailableError), (held(2), None)],
+)  # fmt: skip
+def test_replies_that_are_no_answer(script: list, kind: type | None) -> None:
     with FakeDaemon([HELLO], restored(), script, [DROP]) as daemon:
         engine, state = running(daemon, [5, 6])
         if kind is None:
@@ -386,7 +354,8 @@ def test_an_answer_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("count", [-1, 3, None, True, 1.0])
-def test_more_than_there_is_cannot_be_cached(count: Any) -> None:
-    with FakeDaemon([HELLO], restored(count)) as daemon, pytest.raises(UnavailableError):
-        running(daemon, [5, 6])
+def test_more_than_there_is_cannot_be_cached() -> None:
+    counts: list[Any] = [-1, 3, None, True, 1.0]
+    for count in counts:
+        with FakeDaemon([HELLO], restored(count)) as daemon, pytest.raises(UnavailableError):
+            running(daemon, [5, 6])

@@ -20,10 +20,6 @@ from toastkit.private_files import make_private_directories, not_private
 from toastkit.session.names import sessions_root
 
 
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
 def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the system says of the user; a user whom it does not know has nothing, anywhere."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -60,44 +56,36 @@ def test_one_rule_for_every_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_parents_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    """And what others can write to is told."""
     old = os.umask(0)
     try:
-        make_private_directories(tmp_path / "a" / "b" / "c")
-        make_private_directories(tmp_path / "a" / "b" / "c")
+        for _ in range(2):
+            make_private_directories(tmp_path / "a" / "b" / "c")
     finally:
         os.umask(old)
     for name in ("a", "a/b", "a/b/c"):
-        assert mode(tmp_path / name) == 0o700
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700
+    assert not_private(str(tmp_path / "a")) is None
+    (tmp_path / "a").chmod(0o777)
+    assert not_private(str(tmp_path / "a")) == "has mode 0777 instead of 0700"
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert not_private(str(tmp_path / "link")) == "is a symbolic link, not a directory"
+    with pytest.raises(FileNotFoundError):
+        not_private(str(tmp_path / "nothing"))
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
         make_private_directories(tmp_path / "file" / "below")
 
 
-def test_what_others_can_write_to_is_told(tmp_path: Path) -> None:
-    make_private_directories(tmp_path / "mine")
-    assert not_private(str(tmp_path / "mine")) is None
-    (tmp_path / "mine").chmod(0o777)
-    assert not_private(str(tmp_path / "mine")) == "has mode 0777 instead of 0700"
-    (tmp_path / "link").symlink_to(tmp_path / "mine")
-    assert not_private(str(tmp_path / "link")) == "is a symbolic link, not a directory"
-    with pytest.raises(FileNotFoundError):
-        not_private(str(tmp_path / "nothing"))
-
-
-def test_cuda_kernels_are_kept_where_nobody_else_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_kernels_are_kept_where_nobody_else_writes(tmp_path: Path, monkeypatch) -> None:
     from toastkit.engine.device import keep_cuda_kernels
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", "the user's own")
     keep_cuda_kernels()
     assert os.environ["MLX_PTX_CACHE_DIR"] == "the user's own"
-    for path, wanted in (
-        ("toastkit/ptx", "toastkit/ptx"),
-        ("toastkit/ptx", None),
-        ("toastkit", None),
-    ):
+    own = "toastkit/ptx"
+    for path, wanted in ((own, own), (own, None), ("toastkit", None)):
         monkeypatch.delenv("MLX_PTX_CACHE_DIR")
         keep_cuda_kernels()
         assert os.environ["MLX_PTX_CACHE_DIR"] == (str(tmp_path / wanted) if wanted else "")

@@ -19,12 +19,10 @@ from toastkit.text.messages import user_messages
 
 RECORDS = Path(record.__file__).parent
 CONVERSATION = [
-    {"role": "system", "content": " Be brief. "},
-    {"role": "user", "content": "Größe <b> & 'x'?\n"},
+    {"role": "system", "content": " Be brief. "}, {"role": "user", "content": "Größe <b> & 'x'?\n"},
     {"role": "assistant", "content": "<think>hm</think>\nTwo", "tool_calls": [{"name": "f"}]},
-    {"role": "tool", "content": '{"a": [1, 2.5, null, true]}'},
-    {"role": "user", "content": "👍"},
-]
+    {"role": "tool", "content": '{"a": [1, 2.5, null, true]}'}, {"role": "user", "content": "👍"},
+]  # fmt: skip
 TOOLS = [
     {
         "type": "function",
@@ -102,36 +100,23 @@ def ask(template: str, **options: Any) -> str:
 @pytest.mark.parametrize("generation", [True, False])
 def test_renders_as_hugging_face_does(name: str, generation: bool) -> None:
     special = {"bos_token": "<s>", "eos_token": "</s>"}
-    expected = plain(
-        TEMPLATES[name],
-        messages=CONVERSATION,
-        tools=TOOLS,
-        add_generation_prompt=generation,
-        **special,
-    )
+    given: dict[str, Any] = {"tools": TOOLS, "add_generation_prompt": generation}
+    expected = plain(TEMPLATES[name], messages=CONVERSATION, **given, **special)
     assert expected
-    text = render(
-        TEMPLATES[name],
-        CONVERSATION,
-        add_generation_prompt=generation,
-        special_tokens=special,
-        tools=TOOLS,
-    )
-    assert text == expected
+    assert render(TEMPLATES[name], CONVERSATION, special_tokens=special, **given) == expected
 
 
-def recorded() -> dict[str, str | None]:
-    return json.loads((RECORDS / "rendered.json").read_text(encoding="utf-8"))
+CASES = record.cases()
+RECORDED = json.loads((RECORDS / "rendered.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", recorded())
+@pytest.mark.parametrize("name", RECORDED)
 def test_renders_as_transformers_did(name: str) -> None:
     """The messages go to the template as they are, tools too; recorded by chat_templates/record.py.
     Content in parts is joined only where transformers gave up on it."""
-    case = record.cases()[name]
-    expected, notes = recorded()[name], []
+    expected, notes = RECORDED[name], []
     try:
-        text = render(**case, special_tokens=record.SPECIAL, note=notes.append)
+        text = render(**CASES[name], special_tokens=record.SPECIAL, note=notes.append)
     except DataError:
         assert expected is None
     else:
@@ -140,18 +125,14 @@ def test_renders_as_transformers_did(name: str) -> None:
 
 
 def test_null_is_as_good_as_absent_but_for_content() -> None:
+    """Null content is left out, or made empty, only for a template that fails with it."""
     message = {"role": "assistant", "content": None, "tool_calls": [{"id": None}], "name": None}
-    template = "{{ messages[0] | tojson }}"
-    assert render(template, [message], special_tokens={}) == (
-        '{"role": "assistant", "content": null, "tool_calls": [{"id": null}]}'
-    )
-
-
-def test_null_content_is_left_out_for_a_template_that_fails_with_it() -> None:
-    """As transformers has it; or it is empty, where that is what the template can do with."""
-    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}
     harmony = "{% if 'content' in messages[0] %}{{ 'x' in messages[0].content }}{% endif %}calls"
-    for template, text in ((harmony, "calls"), ("{{ messages[0].content + '!' }}", "!")):
+    kept = '{"role": "assistant", "content": null, "tool_calls": [{"id": null}]}'
+    for template, text in (
+        ("{{ messages[0] | tojson }}", kept), (harmony, "calls"),
+        ("{{ messages[0].content + '!' }}", "!"),
+    ):  # fmt: skip
         assert render(template, [message], special_tokens={}) == text
     both = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, message]
     template = "{% for m in messages %}{{ m.content + '!' }}{% endfor %}"
@@ -196,15 +177,13 @@ def test_what_a_template_makes_no_use_of_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("template", "value", "text"),
-    [
-        ("{% if x is defined and x is false %}off{% else %}on{% endif %}", 0, None),
-        ("{% if x is true %}on{% else %}off{% endif %}", 1, None),
-        ("{% set y = x if x is defined else true %}{{ y is sameas false }}", 0, None),
-        ("{% if x %}on{% else %}off{% endif %}", 0, "off"),
-        ("{% if x is false %}off{% else %}on{% endif %}", 1, "on"),
-        ("{% if x is defined %}{{ x }} steps{% endif %}", 0, "0 steps"),
-    ],
-)
+    [("{% if x is defined and x is false %}off{% else %}on{% endif %}", 0, None),
+     ("{% if x is true %}on{% else %}off{% endif %}", 1, None),
+     ("{% set y = x if x is defined else true %}{{ y is sameas false }}", 0, None),
+     ("{% if x %}on{% else %}off{% endif %}", 0, "off"),
+     ("{% if x is false %}off{% else %}on{% endif %}", 1, "on"),
+     ("{% if x is defined %}{{ x }} steps{% endif %}", 0, "0 steps")],
+)  # fmt: skip
 def test_a_number_that_was_to_be_a_truth_value(template: str, value: int, text: str) -> None:
     if text is not None:
         assert ask(template, arguments={"x": value}) == text
@@ -222,24 +201,21 @@ def test_content_comes_through_unchanged(contents: list[str]) -> None:
     assert render(template, messages, special_tokens={}) == expected
 
 
-def test_messages_are_not_templates() -> None:
-    messages = user_messages("{{ 1 + 1 }}{% for %}", system="{{ x }}")
-    text = render("{{ messages[0].content }}{{ messages[1].content }}", messages, special_tokens={})
-    assert text == "{{ x }}{{ 1 + 1 }}{% for %}"
-
-
-def test_generation_tag_keeps_its_text() -> None:
-    template = (
-        "{% for m in messages %}{% generation %}a{{ m.role }}\n{% endgeneration %}{% endfor %}"
-    )
-    assert ask(template) == "auser\n"
-
-
-def test_date_and_arguments() -> None:
+def test_date_arguments_and_the_generation_tag() -> None:
     assert len(ask("{{ strftime_now('%Y-%m-%d') }}")) == 10
     assert ask("{{ enable_thinking }}", arguments={"enable_thinking": False}) == "False"
     with pytest.raises(DataError, match="template argument 'messages'"):
         ask("x", arguments={"messages": []})
+    tag = "{% for m in messages %}{% generation %}a{{ m.role }}\n{% endgeneration %}{% endfor %}"
+    assert ask(tag) == "auser\n"
+
+
+def test_messages_are_not_templates() -> None:
+    """Nor is the sandbox of a Jinja with known ways out of it, which it had before 3.1.6."""
+    messages = user_messages("{{ 1 + 1 }}{% for %}", system="{{ x }}")
+    text = render("{{ messages[0].content }}{{ messages[1].content }}", messages, special_tokens={})
+    assert text == "{{ x }}{{ 1 + 1 }}{% for %}"
+    assert tuple(map(int, jinja2.__version__.split(".")[:3])) >= (3, 1, 6)
 
 
 def test_raise_exception_gives_its_message_in_one_line() -> None:
@@ -253,20 +229,13 @@ def test_raise_exception_gives_its_message_in_one_line() -> None:
 
 @pytest.mark.parametrize(
     ("template", "message"),
-    [
-        ("a\n{% if %}", "line 2: "),
-        ("{{ x.y }}", "'x' is undefined"),
-        ("{{ 1 / 0 }}", "division by zero"),
-        ("{{ 'a' + 1 }}", "chat template: "),
-        ("{% include '/etc/passwd' %}", "no loader"),
-        ("{% import 'os' as os %}", "no loader"),
-        ("{% extends 'x' %}", "no loader"),
-        ("{{ x | nothing }}", "nothing"),
-        ("{{ '\\ud800' }}", "surrogate"),
-        ("{{ [range] | tojson }}", "not JSON serializable"),
-        ("x" * 1_100_000, "characters long"),
-    ],
-)
+    [("a\n{% if %}", "line 2: "), ("{{ x.y }}", "'x' is undefined"),
+     ("{{ 1 / 0 }}", "division by zero"), ("{{ 'a' + 1 }}", "chat template: "),
+     ("{% include '/etc/passwd' %}", "no loader"), ("{% import 'os' as os %}", "no loader"),
+     ("{% extends 'x' %}", "no loader"), ("{{ x | nothing }}", "nothing"),
+     ("{{ '\\ud800' }}", "surrogate"), ("{{ [range] | tojson }}", "not JSON serializable"),
+     ("x" * 1_100_000, "characters long")],
+)  # fmt: skip
 def test_broken_templates(template: str, message: str) -> None:
     with pytest.raises(DataError, match="^chat template: ") as caught:
         ask(template)
@@ -277,12 +246,6 @@ def test_broken_templates(template: str, message: str) -> None:
 def test_a_large_conversation_is_within_the_budget() -> None:
     messages = [{"role": "user", "content": "x" * 1000}] * 2000
     text = render(TEMPLATES["chatml"], messages, special_tokens={})
-    assert len(text) > 2_000_000
-    assert len(ask("{{ messages[0].content }}")) == 2
-    long = user_messages("y" * 20_000_000)
-    assert len(render(TEMPLATES["chatml"], long, special_tokens={})) > 20_000_000
-
-
-def test_jinja_is_recent_enough() -> None:
-    """Before 3.1.6 the sandbox had known ways out."""
-    assert tuple(map(int, jinja2.__version__.split(".")[:3])) >= (3, 1, 6)
+    assert len(text) > 2_000_000 and ask("{{ messages[0].content }}") == "hi"
+    long = user_messages("y" * 5_000_000)
+    assert len(render(TEMPLATES["chatml"], long, special_tokens={})) > 5_000_000
