@@ -1,5 +1,4 @@
-"""The executables as a person meets them: what they refuse and how they say it,
-environment variables, completion."""
+"""The executables at the command line: refusals and their wording, environment variables."""
 
 from __future__ import annotations
 
@@ -9,38 +8,54 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
 from tests.forked import executable
 from toastkit import __version__
-from toastkit.commands import COMMANDS, program_name
-from toastkit.frames import (
-    End,
-    Error,
-    FrameReader,
-    Head,
-    Stats,
-    Token,
-    Tokens,
-    dumps,
-    pack_ids,
-)
+from toastkit.commands import COMMANDS, cli, program_name
+from toastkit.frames import End, Error, FrameReader, Head, Stats, Token, Tokens, dumps, pack_ids
 from toastkit.model.locate import locate
 
 ROOT = Path(__file__).parents[2]
 NAMES = [command.name for command in COMMANDS]
-OFFLINE_MODEL = "nobody/nothing"
 RUN = [
-    Head("crumb", "ab" * 16, 4096, [2]),
-    Tokens(pack_ids([1, 316])),
-    Token(2, 723, -0.5, None, "low"),
-    Stats("x", {"seconds": 1}),
-    End("eos", 1),
-]
+    Head("crumb", "ab" * 16, 4096, [2]), Tokens(pack_ids([1, 316])),
+    Token(2, 723, -0.5, None, "low"), Stats("x", {"seconds": 1}), End("eos", 1),
+]  # fmt: skip
 STREAM = b"".join(map(dumps, RUN))
+
+
+def here(name: str, *arguments: str, stdin: bytes | None = None) -> subprocess.CompletedProcess:
+    """What a command writes and ends with, run in this process, which is quicker: for those that
+    fail, or are done, before they begin to compute. stdin: None is /dev/null."""
+    entry = import_module(f"toastkit.commands.{name.replace('-', '_')}")
+    code = 0
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        source, out, err = (stack.enter_context(TemporaryFile()) for _ in range(3))
+        source.write(stdin or b"")
+        source.seek(0)
+        if stdin is None:
+            source = stack.enter_context(open(os.devnull, "rb"))
+        patch.setattr(sys, "argv", [program_name(name), *arguments])
+        patch.setattr("toastkit.commands.stdin._first", None)
+        for number, file in enumerate((source, out, err)):
+            kept = os.dup(number)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, number)
+            os.dup2(file.fileno(), number)
+            stream = open(number, "w" if number else "r", closefd=False)
+            patch.setattr(sys, ("stdin", "stdout", "stderr")[number], stream)
+            stack.callback(stream.close)
+        code = cli._outcome(getattr(entry, name.replace("-", "_")), program_name(name), set())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        written = [os.pread(file.fileno(), 1 << 20, 0) for file in (out, err)]
+    return subprocess.CompletedProcess([name, *arguments], code, *written)
 
 
 def lines_of(done: subprocess.CompletedProcess, name: str, code: int) -> tuple[str, str]:
@@ -52,15 +67,10 @@ def lines_of(done: subprocess.CompletedProcess, name: str, code: int) -> tuple[s
     assert not first.endswith(".") and "Traceback" not in text
     message = first[len(f"{program_name(name)}: ") :]
     assert not message[0].isupper()
-    hint = ""
-    if rest:
-        assert rest[0].startswith("  hint: ")
-        hint = rest[0][len("  hint: ") :]
+    assert not rest or rest[0].startswith("  hint: ")
     assert not done.stdout or type(list(FrameReader(io.BytesIO(done.stdout)))[-1]) is Error
-    return message, hint
+    return message, rest[0][len("  hint: ") :] if rest else ""
 
-
-# ----------------------------------------------------------------------------------------- refusals
 
 MISSPELT = [
     ("decode", "--tmp", "--temp"), ("decode", "--temperatur", "--temperature"),
@@ -72,9 +82,9 @@ MISSPELT = [
 
 
 @pytest.mark.parametrize(("name", "option", "nearest"), MISSPELT)
-def test_the_nearest_option(toast, name: str, option: str, nearest: str) -> None:
-    said = lines_of(toast(name, option, "1"), name, 64)
+def test_the_nearest_option(name: str, option: str, nearest: str) -> None:
     hint = f"did you mean {nearest}? or see {program_name(name)} --help"
+    said = lines_of(here(name, option, "1"), name, 64)
     assert said == (f"no such option '{option}'", hint)
 
 
@@ -132,8 +142,8 @@ USAGE = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), USAGE)
-def test_usage(toast, name: str, arguments: list[str], message: str) -> None:
-    assert re.search(message, lines_of(toast(name, *arguments), name, 64)[0])
+def test_usage(name: str, arguments: list[str], message: str) -> None:
+    assert re.search(message, lines_of(here(name, *arguments), name, 64)[0])
 
 
 @pytest.mark.parametrize(
@@ -142,55 +152,45 @@ def test_usage(toast, name: str, arguments: list[str], message: str) -> None:
      "--stop=x", "--json", "--each-line", "--chunk=8", "--top=3", "--ignore-eos", "--fork=x",
      "--no-newline", "--truncate", "--fail-on-length", "--template-arg=a=1", "--tools=x"],
 )  # fmt: skip
-def test_options_for_text_are_refused_with_frames(toast, flag: str) -> None:
-    message, _ = lines_of(toast("decode", flag, stdin=STREAM), "decode", 64)
+def test_options_for_text_are_refused_with_frames(flag: str) -> None:
+    message, _ = lines_of(here("decode", flag, stdin=STREAM), "decode", 64)
     name = "--temperature" if flag == "--temp=0" else flag.split("=")[0]
     assert message == f"{name} is for text, but stdin holds frames"
 
 
-def test_a_prompt_is_refused_with_frames(toast) -> None:
-    message, _ = lines_of(toast("decode", "hi", stdin=STREAM), "decode", 64)
-    assert message == "stdin holds frames: there is no room for a prompt"
-    done = toast("decode", "--greedy", "--force", "x", stdin=STREAM)
-    assert lines_of(done, "decode", 64)[0] == "--greedy and --force exclude each other"
-
-
 @pytest.mark.parametrize(
-    ("arguments", "code"), [(["hi"], 64), (["--top=3"], 64), (["--force", "nowhere"], 66)]
-)
-def test_what_fails_before_the_run_travels_too(toast, arguments: list[str], code: int) -> None:
+    ("arguments", "code", "said"),
+    [(["hi"], 64, "stdin holds frames: there is no room for a prompt"),
+     (["--greedy", "--force", "x"], 64, "--greedy and --force exclude each other"),
+     (["--top=3"], 64, "--top is for text"), (["--force", "nowhere"], 66, "cannot read nowhere")],
+)  # fmt: skip
+def test_what_fails_before_the_run_travels_too(arguments: list[str], code: int, said: str) -> None:
     """Or those behind it would look for a missing toast-tokenize."""
-    done = toast("decode", *arguments, stdin=STREAM)
+    done = here("decode", *arguments, stdin=STREAM)
     (error,) = FrameReader(io.BytesIO(done.stdout))
     assert (done.returncode, error.code, error.stage) == (code, code, "toast-decode")
     assert done.stderr.decode().splitlines()[0] == f"toast-decode: {error.message}"
+    assert error.message.startswith(said)
 
 
-MISSING = [
-    ("decode", ["-m", "nope", "hi"], "no such model: nope"),
-    ("tokenize", ["-m", "nope", "hi"], "no such model: nope"),
-    (
-        "tokenize",
-        ["-m", OFFLINE_MODEL, "hi"],
-        f"no such model: {OFFLINE_MODEL} is not in the cache",
-    ),
-    ("tokenize", ["-m", "tests", "hi"], "tests is not a model: no config.json in it"),
-    ("decode", ["--messages", "missing.json"], "cannot read missing.json: no such file"),
-    ("decode", ["-q", "--fork", "nope", "hi"], "no such session: nope"),
-]
-
-
-@pytest.mark.parametrize(("name", "arguments", "message"), MISSING)
-def test_what_is_not_there(toast, name: str, arguments: list[str], message: str) -> None:
-    assert lines_of(toast(name, *arguments), name, 66)[0].startswith(message)
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [("decode", ["-m", "nope", "hi"], "no such model: nope"),
+     ("tokenize", ["-m", "nope", "hi"], "no such model: nope"),
+     ("tokenize", ["-m", "nobody/none", "hi"], "no such model: nobody/none is not in the cache"),
+     ("tokenize", ["-m", "tests", "hi"], "tests is not a model: no config.json in it"),
+     ("decode", ["--messages", "missing.json"], "cannot read missing.json: no such file"),
+     ("decode", ["-q", "--fork", "nope", "hi"], "no such session: nope")],
+)  # fmt: skip
+def test_missing_inputs(toast, name: str, arguments: list[str], message: str) -> None:
+    run = toast if "--fork" in arguments else here  # MLX would be started here
+    assert lines_of(run(name, *arguments), name, 66)[0].startswith(message)
 
 
 @pytest.mark.parametrize(
     ("name", "nearest"), [("crmb", "crumb"), ("smal", "small"), ("some/lama", None), ("quux", None)]
 )
-def test_the_nearest_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, nearest: str | None
-) -> None:
+def test_the_nearest_model(tmp_path: Path, monkeypatch, name: str, nearest: str | None) -> None:
     from toastkit.errors import NoInputError
     from toastkit.model.locate import locate
 
@@ -203,21 +203,36 @@ def test_the_nearest_model(
     assert nearest is None or nearest in caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["prefill", "sample", "detokenize", "entropy-gear"])
-def test_no_frames(toast, name: str) -> None:
-    message, hint = lines_of(toast(name, stdin=b""), name, 65)
-    assert message == "no frames on input" and "toast-tokenize" in hint
-    message, _ = lines_of(toast(name, stdin=b"plain text\n"), name, 65)
-    assert message.startswith("cannot read frame 1 at byte 0: ")
+NO_UTF8 = "is not UTF-8: byte 0x"
+DATA = [
+    *((name, [], stdin, "empty prompt") for name, stdin in
+      (("tokenize", None), ("tokenize", b""), ("tokenize", b"\n\n"), ("decode", None))),
+    ("decode", ["-"], b"\n", "empty prompt"),
+    ("decode", ["--each-line"], b"\n \n", "no prompts: --each-line"),
+    ("tokenize", ["--each-line"], b"", "no prompts: --each-line"),
+    # The line that is no prompt is named; blank ones count.
+    ("tokenize", ["--each-line"], b"Hi\n\n\xff", "line 3: the prompt is not UTF-8"),
+    ("tokenize", ["--each-line"], b"Hi\n\n" + b"a " * 9000, "line 3: the prompt has 9"),
+    ("tokenize", [], b"ab\xff", f"the prompt {NO_UTF8}ff at offset 2"),
+    *((name, arguments, None, said) for name in ("decode", "toast") for arguments, said in (
+        ([b"un caf\xe9"], f"the prompt {NO_UTF8}e9 at offset 6"),
+        (["--stop", "ü".encode() + b"\xff", "hi"], f"--stop {NO_UTF8}ff at offset 2"),
+        (["--template-arg", b"a=\xe9", "hi"], f"--template-arg {NO_UTF8}e9 at offset 2"),
+        (["--system", b"\xe9", "hi"], f"--system {NO_UTF8}e9 at offset 0"),
+    )),
+    *((name, [], stdin, said) for name in ("prefill", "sample", "detokenize", "entropy-gear")
+      for stdin, said in ((b"", "no frames on input"),
+                          (b"plain text\n", "cannot read frame 1 at byte 0: "))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "stdin"),
-    [("tokenize", [], None), ("tokenize", [], b""), ("tokenize", [], b"\n\n"), ("decode", [], None),
-     ("decode", ["-"], b"\n")],
-)  # fmt: skip
-def test_an_empty_prompt(toast, name: str, arguments: list[str], stdin: bytes | None) -> None:
-    assert lines_of(toast(name, *arguments, stdin=stdin), name, 65)[0] == "empty prompt"
+@pytest.mark.parametrize(("name", "arguments", "stdin", "message"), DATA)
+def test_bad_data(toast, name: str, arguments: list, stdin: bytes | None, message: str) -> None:
+    run = toast if name == "decode" and stdin else here  # MLX would be started here
+    done = run(name, *map(os.fsdecode, arguments), stdin=stdin)
+    said, hint = lines_of(done, name, 65)
+    assert said.startswith(message)
+    assert said != "no frames on input" or "toast-tokenize" in hint
 
 
 @pytest.mark.parametrize(
@@ -241,19 +256,6 @@ def test_a_refusal_amid_frames_is_sent_on(toast, name: str, words: list[str], st
     assert [(error.code, error.message) for error in found] == [(64, message)] * sent
 
 
-@pytest.mark.parametrize(("name", "stdin"), [("decode", b"\n \n"), ("tokenize", b"")])
-def test_no_line_at_all(toast, name: str, stdin: bytes) -> None:
-    message, _ = lines_of(toast(name, "--each-line", stdin=stdin), name, 65)
-    assert message.startswith("no prompts: --each-line")
-
-
-def test_the_line_that_is_no_prompt_is_named(toast) -> None:
-    """Blank ones count."""
-    for bad, said in ((b"\xff", "the prompt is not UTF-8"), (b"a " * 9000, "the prompt has 9")):
-        done = toast("tokenize", "--each-line", stdin=b"Hi\n\n" + bad)
-        assert lines_of(done, "tokenize", 65)[0].startswith(f"line 3: {said}")
-
-
 def test_the_line_that_the_template_refuses_is_named(toast, tmp_path: Path) -> None:
     crumb = locate("crumb")
     for name in ("config.json", "tokenizer.json"):
@@ -266,28 +268,8 @@ def test_the_line_that_the_template_refuses_is_named(toast, tmp_path: Path) -> N
         assert done.stderr.startswith(b"toast-tokenize: line 2: ")
 
 
-def test_text_that_is_not_utf8(toast) -> None:
-    message, _ = lines_of(toast("tokenize", stdin=b"ab\xff"), "tokenize", 65)
-    assert message == "the prompt is not UTF-8: byte 0xff at offset 2"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        ([b"un caf\xe9"], "the prompt is not UTF-8: byte 0xe9 at offset 6"),
-        (["--stop", "ü".encode() + b"\xff", "hi"], "--stop is not UTF-8: byte 0xff at offset 2"),
-        (["--template-arg", b"a=\xe9", "hi"], "--template-arg is not UTF-8: byte 0xe9 at offset 2"),
-        (["--system", b"\xe9", "hi"], "--system is not UTF-8: byte 0xe9 at offset 0"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("name", ["decode", "toast"])
-def test_an_argument_that_is_not_utf8(toast, name: str, arguments: list, what: str) -> None:
-    done = toast(name, *map(os.fsdecode, arguments))
-    assert lines_of(done, name, 65)[0] == what
-
-
-def test_a_traceback_only_on_demand(toast) -> None:
-    done = toast("tokenize", "--debug", "-m", "nope", "hi")
+def test_a_traceback_only_on_demand() -> None:
+    done = here("tokenize", "--debug", "-m", "nope", "hi")
     assert done.returncode == 66 and b"Traceback" in done.stderr
     assert done.stderr.endswith(b"shows\n")
 
@@ -312,13 +294,11 @@ def test_ctrl_c_while_it_imports(tmp_path: Path) -> None:
         assert caught in done.stderr and bool(caught) == bool(done.stderr)
 
 
-# ------------------------------------------------------------------- version, completion, variables
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_version(toast, name: str) -> None:
-    done = toast(name, "--version", forked=False)
-    assert (done.returncode, done.stdout.decode()) == (0, f"{program_name(name)} {__version__}\n")
+def test_version() -> None:
+    for name in NAMES:
+        done = here(name, "--version")
+        assert done.returncode == 0
+        assert done.stdout.decode() == f"{program_name(name)} {__version__}\n"
 
 
 def options() -> list[tuple[str, object]]:
@@ -384,9 +364,5 @@ def test_variables_set_options(toast) -> None:
     # One of the other way to run is no error: it is set for all commands at once.
     done = toast("tokenize", "hi", env={"TOAST_MAX_TOKENS": "3", "TOAST_STEPS": "x"})
     assert done.returncode == 0
-
-
-def test_what_a_variable_sets_is_not_refused(toast) -> None:
-    """With frames on stdin an option for text from the environment is ignored."""
     done = toast("decode", stdin=dumps(RUN[0]), env={"TOAST_TEMPERATURE": "0.5", "TOAST_RAW": "1"})
     assert lines_of(done, "decode", 65)[0].startswith("the stream names no session")

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import SCRIPTS, SERVER
+from tests.unit.test_cli import here
 from toastkit.commands import program_name
 
 SECONDS = 20  # until a shell that says nothing is given up
@@ -108,76 +109,68 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=SHELLS)
-def shell(request, folder: Path, private_home: Path) -> Iterator[Shell]:
-    if shutil.which(request.param) is None:
-        pytest.skip(f"there is no {request.param}")
+@pytest.fixture(scope="module")
+def home(folder: Path, private_home: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
         patch.setenv("HF_HUB_CACHE", str(folder / "hub"))
-        made = Shell(request.param, folder)
-        yield made
-        made.close()
+        yield
+
+
+@pytest.fixture(scope="module", params=SHELLS)
+def shell(request, folder: Path, home: None) -> Iterator[Shell]:
+    if shutil.which(request.param) is None:
+        pytest.skip(f"there is no {request.param}")
+    made = Shell(request.param, folder)
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize(
     ("line", "arguments"),
-    [
-        ("toast-decode --max-t", "<--max-tokens>"),
-        ("toast-decode not", "<notes.txt>"),
-        ("toast-decode my", "<my story.txt>"),
-        ("toast-decode 'my st", "<my story.txt>"),
-        ("toast-decode x", "<x*y.txt>"),
-        ("toast-decode --messages no", "<--messages><notes.txt>"),
-        ("toast-decode hi <ru", "<hi><logits>"),
-        ("toast-prefill -q < ru", "<-q><logits>"),
-        ("toast-decode -m cru", "<-m><crumb>"),
-        ("toast-decode --model=cru", "<--model=crumb>"),
-        ("toast-decode --model=some/", "<--model=some/llama>"),
-        ("toast-decode --messages=my", "<--messages=my story.txt>"),
-        ("toast-decode -m some/", "<-m><some/llama>"),
-        ("toast-decode -m models/sm", "<-m><models/small.toast>"),
-        ("toast-prefill --session nov", "<--session><novel>"),
-        ("toast-prefill --session sta", "<--session><state/>"),
-        ("toast-decode --fork nov", "<--fork><novel>"),
-        ("toast --session gar", "<--session><garden>"),
-        ("toast --session my", "<--session><my chat>"),
-        ("toast --session=7", "<--session=7,5>"),
-        ("toast-model inf", "<info>"),
-        ("toast-model info mod", "<info><models/>"),
-        ("toast-decode --device g", "<--device><gpu>"),
-        ("toast-prefill --resident au", "<--resident><auto>"),
-        ("toast --placement in", "<--placement><interleaved>"),
-    ],
-)
+    [("toast-decode --max-t", "<--max-tokens>"), ("toast-decode not", "<notes.txt>"),
+     ("toast-decode my", "<my story.txt>"), ("toast-decode 'my st", "<my story.txt>"),
+     ("toast-decode x", "<x*y.txt>"), ("toast-decode --messages no", "<--messages><notes.txt>"),
+     ("toast-decode hi <ru", "<hi><logits>"), ("toast-prefill -q < ru", "<-q><logits>"),
+     ("toast-decode --model=some/", "<--model=some/llama>"),
+     ("toast-decode --messages=my", "<--messages=my story.txt>"),
+     ("toast-decode -m models/sm", "<-m><models/small.toast>"),
+     ("toast-prefill --session nov", "<--session><novel>"),
+     ("toast-prefill --session sta", "<--session><state/>"),
+     ("toast --session my", "<--session><my chat>"), ("toast --session=7", "<--session=7,5>"),
+     ("toast-model inf", "<info>"), ("toast-model info mod", "<info><models/>")],
+)  # fmt: skip
 def test_shell(shell: Shell, line: str, arguments: str) -> None:
     # zsh takes the slash that it has put after a directory away again.
     assert shell.complete(line) in (arguments, arguments.replace("/>", ">"))
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-@pytest.mark.parametrize("name", ["sample", "entropy-gear"])
-def test_completion(toast, name: str, shell: str) -> None:
-    done = toast(name, "--completion", shell)
-    assert done.returncode == 0 and program_name(name).encode() in done.stdout
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [("decode -m cru", "crumb"), ("decode -m some/", "some/llama"), ("decode --fork nov", "novel"),
+     ("toast --session gar", "garden"), ("decode --device g", "gpu"), ("sample --hy", ""),
+     ("prefill --resident au", "auto"), ("toast --placement in", "interleaved"),
+     ("entropy-gear --hy", "--hysteresis"), ("model nosuch x", None), ("model info 'a", None),
+     ("model", None)],
+)  # fmt: skip
+def test_names(home: None, monkeypatch: pytest.MonkeyPatch, line: str, names: str | None) -> None:
+    """What a command tells a shell. None: it fails, and says nothing, which would stand in the
+    middle of what is typed."""
+    name, *words = line.split()
+    variable = f"_TOAST_{name.upper().replace('-', '_')}_COMPLETE".replace("TOAST_TOAST", "TOAST")
+    monkeypatch.setenv(variable, "bash_complete")
+    if words:
+        monkeypatch.setenv("COMP_WORDS", f"{program_name(name)} {' '.join(words)}")
+        monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    done = here(name)
+    found = [row for row in done.stdout.decode().splitlines() if row.startswith("plain,")]
+    assert not done.stderr and (found == [f"plain,{names}"] if names else not found)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_script(shell: str) -> None:
+    done = here("entropy-gear", "--completion", shell)
+    assert done.returncode == 0 and b"toast-entropy-gear" in done.stdout
+    assert b"_TOAST_ENTROPY_GEAR_COMPLETE" in done.stdout
     if shell != "fish" and shutil.which(shell):
         subprocess.run([shell, "-n"], input=done.stdout, check=True)
-    variable = re.search(rb"_TOAST_\w+_COMPLETE", done.stdout)[0].decode()
-    # fish passes the word itself where the others pass its number.
-    place = "--hy" if shell == "fish" else "1"
-    env = {
-        variable: f"{shell}_complete",
-        "COMP_WORDS": f"{program_name(name)} --hy",
-        "COMP_CWORD": place,
-    }
-    found = toast(name, env=env).stdout
-    assert (b"--hysteresis" in found) == (name == "entropy-gear")
-
-
-@pytest.mark.parametrize("words", ["toast-model nosuch x", "toast-model info 'a", None])
-def test_completion_says_nothing(toast, words: str | None) -> None:
-    """Of a line that makes no sense, or none: it would stand in the middle of what is typed."""
-    env = {"_TOAST_MODEL_COMPLETE": "bash_complete", "COMP_CWORD": "2"}
-    if words is not None:
-        env["COMP_WORDS"] = words
-    assert not toast("model", env=env).stderr

@@ -1,4 +1,4 @@
-"""toast-frames as people call it: copies, choices, counts, checks, and what it refuses."""
+"""toast-frames: copying, filtering, counting and checking frames; usage errors."""
 
 from __future__ import annotations
 
@@ -8,45 +8,43 @@ import re
 
 import pytest
 
-from tests.unit.test_cli import RUN, STREAM, lines_of
+from tests.unit.test_cli import RUN, STREAM, here, lines_of
 from toastkit.frames import FrameReader, Logits, Token, Unknown, dumps
 from toastkit.stages.inspect import Statistics
 
-USAGE = [
-    (["--slice", "a"], "--slice takes A:B, not 'a'"),
-    (["--slice", "5:2"], "--slice 5:2 ends before it begins"),
-    (["--slice", "9" * 5000 + ":"], "--slice takes A:B, not"),
-    (["--kinds", "lgits"], "no such kind of frame: lgits"),
-    (["--kinds", " ,"], "--kinds names none"),
-    (["--json", "--validate"], "--json does not go with --validate"),
-    (["--validate", "--kinds", "head"], "--kinds does not go with --validate"),
-    (["--validate", "--slice", "0:"], "--slice does not go with --validate"),
-    (["--validate", "--inline"], "--inline does not go with --validate"),
-    (["--top", "3"], "--top is for --json"),
-    (["--json", "--arrays", "none", "--top", "3"], "--top is for --arrays topk"),
-    (["--arrays", "none", "--stat", "--json"], "--arrays is for --json"),
-]
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--slice", "a"], "--slice takes A:B, not 'a'"),
+     (["--slice", "9" * 5000 + ":"], "--slice takes A:B, not"),
+     (["--kinds", "lgits"], "no such kind of frame: lgits"),
+     (["--kinds", " ,"], "--kinds names none"),
+     (["--json", "--validate"], "--json does not go with --validate"),
+     (["--validate", "--kinds", "head"], "--kinds does not go with --validate"),
+     (["--validate", "--slice", "0:"], "--slice does not go with --validate"),
+     (["--validate", "--inline"], "--inline does not go with --validate"),
+     (["--top", "3"], "--top is for --json"),
+     (["--json", "--arrays", "none", "--top", "3"], "--top is for --arrays topk"),
+     (["--arrays", "none", "--stat", "--json"], "--arrays is for --json")],
+)  # fmt: skip
+def test_usage_errors(arguments: list[str], message: str) -> None:
+    said, _ = lines_of(here("frames", *arguments, stdin=STREAM), "frames", 64)
+    assert said.startswith(message)
 
 
-@pytest.mark.parametrize(("arguments", "message"), USAGE)
-def test_what_makes_no_sense(toast, arguments: list[str], message: str) -> None:
-    assert lines_of(toast("frames", *arguments, stdin=STREAM), "frames", 64)[0].startswith(message)
-
-
-def test_frames_are_copied_converted_and_back(toast) -> None:
+def test_frames_are_copied_converted_and_back() -> None:
     odd = b"".join(map(dumps, [*RUN, Unknown("later", {"x": [1, None]})]))
-    assert toast("frames", stdin=odd).stdout == odd
-    text = toast("frames", "--json", stdin=odd).stdout
-    assert [json.loads(line)["k"] for line in text.splitlines()] == [
-        "head", "tokens", "token", "stats", "end", "later",
-    ]  # fmt: skip
-    assert toast("frames", "--from-json", stdin=text).stdout == odd
-    assert toast("frames", "--from-json", "--json", stdin=text).stdout == text
+    assert here("frames", stdin=odd).stdout == odd
+    text = here("frames", "--json", stdin=odd).stdout
+    kinds = [json.loads(line)["k"] for line in text.splitlines()]
+    assert kinds == ["head", "tokens", "token", "stats", "end", "later"]
+    assert here("frames", "--from-json", stdin=text).stdout == odd
+    assert here("frames", "--from-json", "--json", stdin=text).stdout == text
 
 
-def test_frames_are_chosen(toast) -> None:
+def test_frames_are_chosen() -> None:
     def kept(*arguments: str, stdin: bytes = STREAM) -> list:
-        return list(FrameReader(io.BytesIO(toast("frames", *arguments, stdin=stdin).stdout)))
+        return list(FrameReader(io.BytesIO(here("frames", *arguments, stdin=stdin).stdout)))
 
     assert kept("--kinds", "head, token") == [RUN[0], RUN[2]]
     assert kept("--slice", "1:3") == [RUN[0], *RUN[2:4]]
@@ -55,23 +53,22 @@ def test_frames_are_chosen(toast) -> None:
     assert len(kept("--slice", "5:6", stdin=STREAM * 2)) == 3
 
 
-def test_frames_are_checked_and_counted(toast) -> None:
-    done = toast("frames", "--validate", stdin=STREAM * 2)
-    assert done.stdout == b"ok: 10 frames, 2 runs\n"
-    assert toast("frames", "--validate", stdin=STREAM + dumps(RUN[0])).stdout == (
-        b"ok: 6 frames, 2 runs, the last one without an end\n"
-    )
-    assert toast("frames", "--validate", stdin=dumps(RUN[0])).stdout == (
-        b"ok: 1 frame, 1 run, the last one without an end\n"
-    )
-    message, _ = lines_of(toast("frames", "--validate", stdin=STREAM[:-1]), "frames", 65)
+def test_frames_are_checked_and_counted() -> None:
+    def checked(stdin: bytes) -> bytes:
+        return here("frames", "--validate", stdin=stdin).stdout
+
+    open_end = "the last one without an end\n"
+    assert checked(STREAM * 2) == b"ok: 10 frames, 2 runs\n"
+    assert checked(STREAM + dumps(RUN[0])).decode() == f"ok: 6 frames, 2 runs, {open_end}"
+    assert checked(dumps(RUN[0])).decode() == f"ok: 1 frame, 1 run, {open_end}"
+    message, _ = lines_of(here("frames", "--validate", stdin=STREAM[:-1]), "frames", 65)
     assert message == f"cannot read frame 5 at byte {len(STREAM) - len(dumps(RUN[4]))}: truncated"
-    lines_of(toast("frames", "--validate", stdin=dumps(RUN[1])), "frames", 65)
-    counts = json.loads(toast("frames", "--stat", "--json", stdin=STREAM * 2).stdout)
+    lines_of(here("frames", "--validate", stdin=dumps(RUN[1])), "frames", 65)
+    counts = json.loads(here("frames", "--stat", "--json", stdin=STREAM * 2).stdout)
     assert counts["frames"] == 10 and counts["bytes"] == 2 * len(STREAM)
     assert counts["kinds"] == dict.fromkeys(("head", "tokens", "token", "stats", "end"), 2)
     assert counts["ends"] == {"eos": 2} and counts["mean_logprob"] == -0.5
-    plain = toast("frames", "--stat", stdin=STREAM).stdout.decode()
+    plain = here("frames", "--stat", stdin=STREAM).stdout.decode()
     assert re.search(r"^frames +5$", plain, re.M) and "eos 1" in plain
 
 
