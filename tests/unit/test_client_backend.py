@@ -1,4 +1,4 @@
-"""Who answers: this process, the daemon, and the choice between them; errors that came back."""
+"""Backends: this process or the daemon, the choice between them, and errors of a daemon."""
 
 from __future__ import annotations
 
@@ -39,9 +39,6 @@ def interrupts() -> Iterator[Signals]:
         yield Signals()
 
 
-# ------------------------------------------------------------------------------------------- errors
-
-
 @pytest.mark.parametrize("code", [64, 65, 66, 69, 70, 73, 74, 75, 130])
 def test_errors_keep_their_code(code: int) -> None:
     error = remote_error({"code": code, "message": "no", "hint": "yes"})
@@ -50,17 +47,12 @@ def test_errors_keep_their_code(code: int) -> None:
     assert all(isinstance(error, kind) == (code == kinds[kind]) for kind in kinds)
 
 
-@pytest.mark.parametrize("error", [None, "no", {}, {"code": 64}, {"message": 5}])
-def test_errors_that_say_nothing(error: Any) -> None:
-    assert remote_error(error).code == 70 and "without saying why" in remote_error(error).message
-
-
-@pytest.mark.parametrize("code", [None, "64", 999, [1], -1])
-def test_errors_of_an_unknown_kind(code: Any) -> None:
-    assert remote_error({"code": code, "message": "no", "hint": 5}).code == 70
-
-
-# ------------------------------------------------------------------------------------- this process
+def test_errors_without_a_message_or_of_an_unknown_kind() -> None:
+    for error in (None, "no", {}, {"code": 64}, {"message": 5}):
+        told = remote_error(error)
+        assert told.code == 70 and "without saying why" in told.message
+    for code in (None, "64", 999, [1], -1):
+        assert remote_error({"code": code, "message": "no", "hint": 5}).code == 70
 
 
 class FakeService:
@@ -116,6 +108,9 @@ def test_this_process_loads_at_the_first_request(service: type[FakeService]) -> 
     assert made.settings == ServiceSettings("m", "cpu", "float16", say=print) and made.quiet
     backend.close()
     assert made.closed
+    list(LocalBackend(Wanted()).ask(ASK))
+    default = service.made[1].settings
+    assert (default.model, default.device, default.dtype) == ("crumb", "auto", None)
 
 
 def test_the_residency_is_that_of_this_process(service: type[FakeService]) -> None:
@@ -131,28 +126,25 @@ def test_the_residency_is_that_of_this_process(service: type[FakeService]) -> No
     assert made.warnings == 1
 
 
-def test_the_embedded_model_is_the_default(service: type[FakeService]) -> None:
-    list(LocalBackend(Wanted()).ask(ASK))
-    settings = service.made[0].settings
-    assert (settings.model, settings.device, settings.dtype) == ("crumb", "auto", None)
-
-
 def test_leaving_cancels_in_this_process(service: type[FakeService]) -> None:
+    """Or that nobody reads what it writes."""
     replies = LocalBackend(Wanted()).ask(ASK)
     next(replies)
     replies.close()  # type: ignore[attr-defined]
-    assert service.made[0].cancelled
+    read, write = os.pipe()
+    replies = LocalBackend(Wanted(), watch=write).ask(ASK)
+    next(replies)
+    os.close(read)
+    with pytest.raises(BrokenPipeError):
+        next(replies)
+    assert [made.cancelled for made in service.made] == [True, True]
+    os.close(write)
 
 
-def test_a_signal_while_the_model_loads_ends_at_once(
-    service: type[FakeService], interrupts: Signals
-) -> None:
+def test_a_signal_during_the_load_ends_at_once(service, interrupts: Signals) -> None:
     interrupts.patient = True
-    service.replies = [
-        {"progress": {"loading": "m"}},
-        lambda: signal.raise_signal(signal.SIGINT),
-        *answer("never"),
-    ]
+    loading = {"progress": {"loading": "m"}}
+    service.replies = [loading, lambda: signal.raise_signal(signal.SIGINT), *answer("never")]
     with pytest.raises(KeyboardInterrupt):
         list(LocalBackend(Wanted(), interrupts).ask(ASK))
 
@@ -162,20 +154,6 @@ def test_a_signal_in_mid_answer_is_noted(service: type[FakeService], interrupts:
     seen = list(LocalBackend(Wanted(), interrupts).ask(ASK))
     assert seen == [{"text": "a"}, {"text": "b"}] and interrupts.code == 130
     assert service.made[0].cancelled
-
-
-def test_this_process_notices_that_nobody_reads(service: type[FakeService]) -> None:
-    read, write = os.pipe()
-    replies = LocalBackend(Wanted(), watch=write).ask(ASK)
-    next(replies)
-    os.close(read)
-    with pytest.raises(BrokenPipeError):
-        next(replies)
-    assert service.made[0].cancelled
-    os.close(write)
-
-
-# --------------------------------------------------------------------------------------- the choice
 
 
 def test_the_daemon_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,18 +180,12 @@ def test_without_a_daemon_it_is_this_process(tmp_path: Path) -> None:
         choose_backend(Wanted(socket=path, insist=True))
 
 
-def test_a_directory_that_is_not_ours_holds_no_daemon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_is_not_ours_holds_no_daemon(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / f"toastkit-{os.geteuid()}").mkdir(mode=0o755)
     said: list[str] = []
-    backend = choose_backend(Wanted(say=said.append, verbose=True))
-    assert isinstance(backend, LocalBackend)
+    assert isinstance(choose_backend(Wanted(say=said.append, verbose=True)), LocalBackend)
     assert len(said) == 1 and said[0].endswith(": running in this process")
-
-
-def test_a_socket_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the socket's path has"):
         choose_backend(Wanted(socket=str(tmp_path / ("x" * 200))))
 
@@ -239,10 +211,7 @@ def test_a_daemon_with_this_model_is_kept(service: type[FakeService]) -> None:
         backend = choose_backend(Wanted(model="m", socket=daemon.path))
         assert list(backend.ask(ASK)) == answer("there")
         assert list(backend.ask(ASK)) == failure(75, "busy")
-    assert service.made == []
-
-
-def test_without_m_a_refusal_is_one(service: type[FakeService]) -> None:
+    # Without -m, any refusal is one.
     with FakeDaemon(failure(66, "no such session")) as daemon:
         replies = list(choose_backend(Wanted(socket=daemon.path)).ask(ASK))
     assert replies == failure(66, "no such session") and service.made == []

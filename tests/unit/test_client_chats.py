@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -44,80 +45,54 @@ def write(root: Path, name: str, text: str | bytes) -> None:
 
 def test_a_named_conversation_is_begun_and_continued(root: Path) -> None:
     chat = named_chat("fox")
-    assert chat.messages == [] and not root.exists()
+    assert chat.messages == [] and chat.system is None and not root.exists()
     assert chat.asking("Hi!") == HI[:1] and chat.messages == []
-    chat.add("Hi!", "Hello.")
-    chat.save()
-    again = named_chat("fox")
-    assert again.messages == HI and again.name == "fox"
-    again.add("And?", "So.\n\u2028é")
-    again.save()
-    assert [m["content"] for m in named_chat("fox").messages] == ["Hi!", "Hello.", "And?",
-                                                                  "So.\n\u2028é"]  # fmt: skip
-    lines = (root / "fox.jsonl").read_text(encoding="utf-8").split("\n")
-    assert [json.loads(line)["role"] for line in lines[:-1]] == ["user", "assistant"] * 2
-    assert lines[-1] == ""
-
-
-def test_only_its_owner_may_read_it(root: Path) -> None:
-    keep("fox")
-    for path in (root, root.parent):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    for name in ("fox.jsonl", "last"):
-        assert stat.S_IMODE((root / name).stat().st_mode) == 0o600
-    assert sorted(path.name for path in root.iterdir()) == ["fox.jsonl", "last"]
-
-
-def test_the_last_one_is_continued(root: Path) -> None:
-    keep("fox")
-    assert last_chat().name == "fox"
-    keep(None, "Who?", "Me.")
-    last = last_chat()
-    assert last.name is None and last.messages[0]["content"] == "Who?"
-    keep("fox")
-    assert last_chat().name == "fox"
-    for name in ("fox ", " fox"):
-        keep(name)
-        assert last_chat().name == name
-
-
-def test_of_those_without_a_name_the_newest_is_kept(root: Path) -> None:
-    keep(None, "one", "1")
-    keep(None, "two", "2")
-    assert [m["content"] for m in last_chat().messages] == ["two", "2"]
-    assert sorted(path.name for path in root.iterdir()) == [".unnamed.jsonl", "last"]
-
-
-def test_nothing_to_continue(root: Path) -> None:
-    with pytest.raises(NoInputError, match="no conversation to continue"):
-        last_chat()
-    keep("fox")
-    (root / "fox.jsonl").unlink()
-    with pytest.raises(NoInputError, match="no conversation to continue"):
-        last_chat()
-
-
-def test_a_conversation_may_be_called_last(root: Path) -> None:
-    keep("last", "one", "1")
-    keep(None, "two", "2")
-    assert named_chat("last").messages[0]["content"] == "one"
-
-
-def test_system_message(root: Path) -> None:
-    chat = Chat("fox")
-    assert chat.system is None
     chat.begin("You are a fox.")
     chat.add("Hi!", "Hello.")
     chat.save()
     again = named_chat("fox")
-    assert again.system == "You are a fox." and again.messages[1:] == HI
+    assert again.system == "You are a fox." and again.messages[1:] == HI and again.name == "fox"
+    again.add("And?", "So.\n\u2028é")
+    again.save()
+    said = [m["content"] for m in named_chat("fox").messages[1:]]
+    assert said == ["Hi!", "Hello.", "And?", "So.\n\u2028é"]
+    lines = (root / "fox.jsonl").read_text(encoding="utf-8").split("\n")
+    roles = [json.loads(line)["role"] for line in lines[:-1]]
+    assert roles == ["system", *["user", "assistant"] * 2] and lines[-1] == ""
 
 
-@pytest.mark.parametrize("name", ["", "-x", ".unnamed", "a\nb", "x" * 129, "a/b", "./a", "..", "."])
-def test_names_that_no_conversation_can_have(root: Path, name: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        named_chat(name)
-    assert caught.value.hint is None  # a session could be a directory instead
+def test_only_its_owner_may_read_it(root: Path) -> None:
+    keep("fox")
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (root.parent, root, *root.iterdir())}
+    assert modes == {"toastkit": 0o700, "chats": 0o700, "fox.jsonl": 0o600, "last": 0o600}
+
+
+def test_the_last_one_is_continued(root: Path) -> None:
+    with pytest.raises(NoInputError, match="no conversation to continue"):
+        last_chat()
+    for name in ("fox", "fox ", " fox", "last"):
+        keep(name)
+        assert last_chat().name == name
+    (root / "last.jsonl").unlink()
+    with pytest.raises(NoInputError, match="no conversation to continue"):
+        last_chat()
+
+
+def test_of_those_without_a_name_the_newest_is_kept(root: Path) -> None:
+    keep("last", "zero", "0")
+    for question, reply in (("one", "1"), ("two", "2")):
+        keep(None, question, reply)
+        assert last_chat().name is None
+        assert [m["content"] for m in last_chat().messages] == [question, reply]
+    assert sorted(path.name for path in root.iterdir()) == [".unnamed.jsonl", "last", "last.jsonl"]
+    assert named_chat("last").messages[0]["content"] == "zero"
+
+
+def test_names_that_no_conversation_can_have(root: Path) -> None:
+    for name in ("", "-x", ".unnamed", "a\nb", "x" * 129, "a/b", "./a", "..", "."):
+        with pytest.raises(UsageError) as caught:
+            named_chat(name)
+        assert caught.value.hint is None  # a session could be a directory instead
 
 
 DAMAGE = {
@@ -136,7 +111,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("data", "line", "why"), DAMAGE.values(), ids=DAMAGE)
-def test_damage_is_named_and_left_as_it_is(root: Path, data: bytes, line: int, why: str) -> None:
+def test_damage_is_named_and_left_alone(root: Path, data: bytes, line: int, why: str) -> None:
     write(root, "fox.jsonl", data)
     with pytest.raises(DataError, match=rf"fox\.jsonl: line {line}: .*({why})") as caught:
         named_chat("fox")
@@ -144,19 +119,17 @@ def test_damage_is_named_and_left_as_it_is(root: Path, data: bytes, line: int, w
     assert (root / "fox.jsonl").read_bytes() == data
 
 
-@pytest.mark.parametrize("text", ["", "../fox", "a/b", "two\nlines", "\xff".encode("latin-1")])
-def test_a_last_that_names_nothing(root: Path, text: str | bytes) -> None:
-    write(root, "last", text)
-    with pytest.raises(DataError, match="last names no conversation"):
-        last_chat()
+def test_a_last_that_names_nothing(root: Path) -> None:
+    for text in ("", "../fox", "a/b", "two\nlines", "\xff".encode("latin-1")):
+        write(root, "last", text)
+        with pytest.raises(DataError, match="last names no conversation"):
+            last_chat()
 
 
-def test_blank_lines_are_none_of_a_conversation(root: Path) -> None:
+def test_blank_lines_are_passed_over_and_a_file_in_the_way_is_told(root: Path) -> None:
     write(root, "fox.jsonl", json.dumps(HI[0]) + "\n\n" + json.dumps(HI[1]))
     assert named_chat("fox").messages == HI
-
-
-def test_a_file_in_the_way(root: Path) -> None:
+    shutil.rmtree(root)
     write(root.parent, "chats", "")
     with pytest.raises(ToastError, match="cannot read"):
         named_chat("fox")
@@ -184,7 +157,7 @@ from toastkit.client.chats import Chat
 chat = Chat("fox")
 print("ready", flush=True)
 sys.stdin.readline()
-for turn in range(40):
+for turn in range(20):
     chat.add(sys.argv[1] * 2000, f"{sys.argv[1]}{turn}")
     chat.save()
 """
@@ -211,7 +184,7 @@ def test_of_two_writers_the_last_whole_one_wins(root: Path) -> None:
                 if pipe is not None:
                     pipe.close()
     assert _whole(root) and seen
-    assert len(named_chat("fox").messages) == 80
+    assert len(named_chat("fox").messages) == 40
     assert sorted(path.name for path in root.iterdir()) == ["fox.jsonl", "last"]
 
 

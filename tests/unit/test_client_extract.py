@@ -33,18 +33,15 @@ CASES = {
     "never closed": ("```sh\nls\nrm", "ls\nrm\n"),
     "never closed, with a newline": ("```sh\nls\n", "ls\n"),
     "never closed, ends with a blank line": ("```sh\nls\n\n", "ls\n\n"),
-    "empty": ("```\n```\n", ""),
-    "only opened": ("```sh", ""),
+    "empty": ("```\n```\n", ""), "only opened": ("```sh", ""),
     "blank lines are kept": ("```\n\na\n\n```\n", "\na\n\n"),
     "trailing blanks are kept": ("```\na  \n```\n", "a  \n"),
     "carriage returns": ("```\r\na\r\n```\r\n", "a\r\n"),
     "no other separators end a line": ("```\na\x0cb\u2028c\n```\n", "a\x0cb\u2028c\n"),
-    "no block": ("Just `code` in a line.\n", None),
-    "two backticks": ("``\nx\n``\n", None),
+    "no block": ("Just `code` in a line.\n", None), "two backticks": ("``\nx\n``\n", None),
     "inline code of three": ("```ls``` lists\n", None),
-    "a fence in mid-line": ("say ```\nx\n", None),
-    "nothing": ("", None),
-}
+    "a fence in mid-line": ("say ```\nx\n", None), "nothing": ("", None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "block"), CASES.values(), ids=CASES)

@@ -35,21 +35,15 @@ def interrupts() -> Iterator[Signals]:
         yield Signals()
 
 
-def test_a_request_and_its_replies() -> None:
-    with FakeDaemon(answer("I am", " crumb\u2028é.\n")) as daemon:
+def test_requests_and_their_replies() -> None:
+    """Each request has a connection of its own."""
+    one, two = answer("I am", " crumb\u2028é.\n"), answer("two")
+    with FakeDaemon(one, two) as daemon:
         backend = connect(daemon.path)
         assert backend is not None and backend.name == f"the daemon at {daemon.path}"
-        replies = list(backend.ask({**ASK, "session": "é"}))
-    assert replies == answer("I am", " crumb\u2028é.\n")
-    assert daemon.request == {**ASK, "session": "é"}
-
-
-def test_each_request_has_a_connection_of_its_own() -> None:
-    with FakeDaemon(answer("one"), answer("two")) as daemon:
-        backend = connect(daemon.path)
-        assert backend is not None
-        assert [r["text"] for r in backend.ask(ASK) if "text" in r] == ["one"]
-        assert [r["text"] for r in backend.ask(ASK) if "text" in r] == ["two"]
+        assert list(backend.ask({**ASK, "session": "é"})) == one
+        assert daemon.request == {**ASK, "session": "é"}
+        assert list(backend.ask(ASK)) == two
         assert daemon.connections == 2
         backend.close()
 
@@ -75,31 +69,42 @@ def test_a_long_request_and_a_long_reply(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_leaving_the_replies_cancels() -> None:
+    """So does a reader of our output who goes."""
     with FakeDaemon([{"text": "a"}, HOLD]) as daemon:
         replies = SocketBackend(daemon.path).ask(ASK)
         assert next(replies) == {"text": "a"}
         replies.close()  # type: ignore[attr-defined]
         assert daemon.gone.wait(SECONDS)
+        daemon.gone.clear()
+        read, write = os.pipe()
+        replies = SocketBackend(daemon.path, watch=write).ask(ASK)
+        assert next(replies) == {"text": "a"}
+        os.close(read)
+        with pytest.raises(BrokenPipeError):
+            next(replies)
+        assert daemon.gone.wait(SECONDS)
+        os.close(write)
 
 
 @pytest.mark.parametrize(
     ("script", "message"),
-    [
-        ([DROP], "the daemon at .* closed the connection"),
-        ([{"text": "a"}, DROP], "went away in mid-answer"),
-        ([{"progress": {"done": 1, "total": 9, "cached": 0}}, DROP], "went away in mid-answer"),
-        ([{"text": "a"}, b'{"text": "b', DROP], "went away in mid-answer"),
-    ],
-)
+    [([DROP], "the daemon at .* closed the connection"),
+     ([{"text": "a"}, DROP], "went away in mid-answer"),
+     ([{"progress": {"done": 1, "total": 9, "cached": 0}}, DROP], "went away in mid-answer"),
+     ([{"text": "a"}, b'{"text": "b', DROP], "went away in mid-answer")],
+)  # fmt: skip
 def test_a_daemon_that_goes_away(script: list, message: str) -> None:
     with FakeDaemon(script) as daemon, pytest.raises(UnavailableError, match=message):
         list(SocketBackend(daemon.path).ask(ASK))
 
 
-@pytest.mark.parametrize("line", [b"\n", b"hello\n", b"[]\n", b"\xff\n", b"[" * 100_000 + b"\n"])
-def test_what_is_no_reply(line: bytes) -> None:
-    with FakeDaemon([line]) as daemon, pytest.raises(DataError, match="is not a reply"):
-        list(SocketBackend(daemon.path).ask(ASK))
+def test_what_is_no_reply() -> None:
+    for line in (b"\n", b"hello\n", b"[]\n", b"\xff\n", b"[" * 100_000 + b"\n"):
+        with FakeDaemon([line]) as daemon, pytest.raises(DataError, match="is not a reply"):
+            list(SocketBackend(daemon.path).ask(ASK))
+    asked = {**ASK, "messages": [{"role": "user", "content": "\udcff"}]}
+    with FakeDaemon([DROP]) as daemon, pytest.raises(DataError, match="not UTF-8"):
+        list(SocketBackend(daemon.path).ask(asked))
 
 
 def test_what_the_daemon_said_before_it_closed_is_heard() -> None:
@@ -155,32 +160,19 @@ def test_what_another_user_listens_at_is_not_asked(monkeypatch: pytest.MonkeyPat
     assert daemon.requests == []
 
 
-def test_an_argument_that_is_no_text() -> None:
-    asked = {**ASK, "messages": [{"role": "user", "content": "\udcff"}]}
-    with FakeDaemon([DROP]) as daemon, pytest.raises(DataError, match="not UTF-8"):
-        list(SocketBackend(daemon.path).ask(asked))
-
-
 def test_control() -> None:
     with FakeDaemon([{"progress": {"loading": "x"}}, {"status": {"pid": 5}}]) as daemon:
         assert control(daemon.path, "status") == {"status": {"pid": 5}}
         assert daemon.request == {"op": "status"}
-    with FakeDaemon(failure(69, "the daemon is shutting down", "wait")) as daemon:
+    with FakeDaemon(failure(69, "the daemon is shutting down", "wait"), [DROP], [HOLD]) as daemon:
         with pytest.raises(UnavailableError, match="shutting down") as caught:
             control(daemon.path, "stop")
         assert caught.value.hint == "wait"
-    with FakeDaemon([DROP]) as daemon, pytest.raises(UnavailableError, match="closed the conn"):
-        control(daemon.path, "stop")
-
-
-def test_control_does_not_wait_for_ever() -> None:
-    with FakeDaemon([HOLD]) as daemon:
+        with pytest.raises(UnavailableError, match="closed the conn"):
+            control(daemon.path, "stop")
         with pytest.raises(UnavailableError, match="does not answer"):
             control(daemon.path, "health", timeout=0.05)
         assert daemon.gone.wait(SECONDS)
-
-
-# -------------------------------------------------------------------------------- signals and pipes
 
 
 def test_a_signal_ends_the_replies(interrupts: Signals) -> None:
@@ -221,15 +213,3 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
         Signals()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     signal.signal(signal.SIGHUP, before)
-
-
-def test_waiting_ends_when_nobody_reads_any_more() -> None:
-    read, write = os.pipe()
-    with FakeDaemon([{"text": "a"}, HOLD]) as daemon:
-        replies = SocketBackend(daemon.path, watch=write).ask(ASK)
-        assert next(replies) == {"text": "a"}
-        os.close(read)
-        with pytest.raises(BrokenPipeError):
-            next(replies)
-        assert daemon.gone.wait(SECONDS)
-    os.close(write)
