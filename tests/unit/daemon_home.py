@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.unit.daemon_front import PATIENCE, Client, eventually, short_directory
+from toastkit.commands.toasted import toasted
 
 ROOT = Path(__file__).parents[2]
 DRIVER = [sys.executable, "-m", "tests.unit.daemon_driver"]
@@ -25,12 +28,10 @@ class Home:
         self.state = directory / "state" / "toastkit"
         self.started: list[subprocess.Popen] = []
         self.in_background = False
-        self.env = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "XDG_RUNTIME_DIR": str(directory),
-            "XDG_STATE_HOME": str(directory / "state"),
-        }
+        self._places = {
+            "XDG_RUNTIME_DIR": str(directory), "XDG_STATE_HOME": str(directory / "state"),
+        }  # fmt: skip
+        self.env = {**os.environ, "PYTHONPATH": str(ROOT), **self._places}
 
     def start(self, *arguments: str, ready: bool = True, **env: str) -> subprocess.Popen:
         """A daemon in the foreground; ready: waits until it says so."""
@@ -51,6 +52,13 @@ class Home:
             [*DRIVER, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True,
             text=True, timeout=PATIENCE, env=self.env,
         )  # fmt: skip
+
+    def act(self, *arguments: str) -> None:
+        """What `toasted ARGUMENTS` does that asks a daemon something, in this process."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self._places.items():
+                patch.setenv(name, value)
+            toasted.main(list(arguments), standalone_mode=False)
 
     def client(self) -> Client:
         """A connection, as soon as somebody listens; FileNotFoundError where there is no socket."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 import pytest
 
 from tests.unit.daemon_front import Client, eventually, short_directory
-from tests.unit.daemon_home import DRIVER, ROOT, Home, daemon_home
+from tests.unit.daemon_home import Home, daemon_home
 from toastkit import errors
+from toastkit.client import socket_backend
 from toastkit.commands import toasted as command
 from toastkit.commands.sizes import Duration, Size
 
@@ -36,7 +36,7 @@ def silent() -> Iterator[str]:
         yield path
 
 
-def test_the_actions(home: Home) -> None:
+def test_the_actions(home: Home, capsys: pytest.CaptureFixture) -> None:
     process = home.start("--idle-unload", "5m", "--cache", "1.5G", "--spill", "0", "--chunk", "32")
     status = home.run("status")
     lines = dict(line.split(": ", 1) for line in status.stdout.splitlines())
@@ -45,12 +45,14 @@ def test_the_actions(home: Home) -> None:
     assert (lines["idle_unload"], lines["cache_bytes"]) == ("300.0", str(3 << 29))
     assert (lines["spill_bytes"], lines["chunk"], lines["dtype"]) == ("0", "32", "null")
     assert (lines["batch"], lines["calls"], lines["nested.a.b"]) == ("8", "[]", "x y")
-    as_json = json.loads(home.run("status", "--json").stdout)
-    assert as_json["status"]["max_queue"] == 64
-    assert home.run("health").stdout == "ok: true\nloaded: true\nseconds: 0.0\n"
-    reload = home.run("reload", "-v")
-    assert (reload.returncode, reload.stdout, reload.stderr) == (0, "", "toasted: reloading\n")
-    assert json.loads(home.run("stop", "--json").stdout) == {"stopping": True}
+    home.act("status", "--json")
+    assert json.loads(capsys.readouterr().out)["status"]["max_queue"] == 64
+    home.act("health")
+    assert capsys.readouterr().out == "ok: true\nloaded: true\nseconds: 0.0\n"
+    home.act("reload", "-v")
+    assert tuple(capsys.readouterr()) == ("", "toasted: reloading\n")
+    home.act("stop", "--json")
+    assert json.loads(capsys.readouterr().out) == {"stopping": True}
     assert process.wait(5) == 0 and home.is_clean()
     nobody = home.run("status")
     assert nobody.returncode == 69
@@ -75,11 +77,7 @@ def act(action: str, socket: str, *flags: str) -> None:
     command.toasted.main([action, "--socket", socket, *flags], standalone_mode=False)
 
 
-def test_a_status_for_people(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    from toastkit.client import socket_backend
-
+def test_a_status_for_people(monkeypatch, capsys) -> None:
     monkeypatch.setattr(socket_backend, "control", lambda *_: {"status": STATUS})
     act("status", "s")
     assert capsys.readouterr().out.splitlines() == [
@@ -96,16 +94,20 @@ def test_a_status_for_people(
     assert json.loads(capsys.readouterr().out) == {"status": STATUS}
 
 
-def test_start_and_restart(home: Home) -> None:
+def test_start_and_restart(home: Home, capsys: pytest.CaptureFixture) -> None:
     """As --daemon; restart also where none runs. Options are those of the new daemon."""
+    home.in_background = True
     assert home.run("restart", "--batch", "3").returncode == 0
     assert home.run("start").returncode == 75
-    typo = home.run("restart", "-m", "./typo")  # nothing is stopped for it
-    assert (typo.returncode, typo.stderr.splitlines()[0]) == (66, "toasted: no such model: ./typo")
-    assert home.run("status").stdout.count("batch: 3") == 1
+    with pytest.raises(errors.NoInputError, match="no such model: ./typo"):
+        home.act("restart", "-m", "./typo")  # nothing is stopped for it
+    home.act("status")
+    assert capsys.readouterr().out.count("batch: 3") == 1
     assert home.run("restart").returncode == 0
-    assert home.run("status").stdout.count("batch: 8") == 1
-    assert home.run("stop").returncode == 0 and home.is_clean()
+    home.act("status")
+    assert capsys.readouterr().out.count("batch: 8") == 1
+    home.act("stop")
+    assert home.is_clean()
 
 
 def test_stop_waits_for_the_end(home: Home) -> None:
@@ -129,19 +131,16 @@ def test_limits_of_the_command_line(home: Home) -> None:
     home.start("--max-line", "2K", "--max-connections", "1", "--audit-text", "--debug")
     client = home.client()
     assert client.ask({"prompt": "kept"})["end"]["text"] == "kept"
-    busy = home.run("health")
-    assert busy.returncode == 75 and "there is 1 connection" in busy.stderr
+    with pytest.raises(errors.BusyError, match="there is 1 connection"):
+        home.act("health")
     assert client.ask({"prompt": "x" * 2048})["error"]["code"] == 65
     assert json.loads((home.state / "audit.jsonl").read_text())["text"] == "kept"
 
 
-@pytest.mark.parametrize("action", command.ACTIONS)
-def test_no_daemon(action: str, tmp_path: Path) -> None:
-    with pytest.raises(errors.UnavailableError, match="no daemon answers at"):
-        act(action, str(tmp_path / "s"))
-
-
-def test_a_daemon_that_does_not_answer(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_daemon_or_one_that_does_not_answer(silent: str, monkeypatch) -> None:
+    for action in command.ACTIONS:
+        with pytest.raises(errors.UnavailableError, match="no daemon answers at"):
+            act(action, f"{silent}x")
     monkeypatch.setattr(command, "ANSWER_SECONDS", 0.05)
     monkeypatch.setattr(command, "STOP_SECONDS", 0.05)
     with pytest.raises(errors.UnavailableError, match="does not answer"):
@@ -150,13 +149,8 @@ def test_a_daemon_that_does_not_answer(silent: str, monkeypatch: pytest.MonkeyPa
         act("stop", silent)
 
 
-def test_a_daemon_that_is_not_well(
-    silent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    from toastkit.client import socket_backend
-
-    told = {"health": {"ok": False}}
-    monkeypatch.setattr(socket_backend, "control", lambda *_: told)
+def test_a_daemon_that_is_not_well(silent: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(socket_backend, "control", lambda *_: {"health": {"ok": False}})
     with pytest.raises(errors.UnavailableError, match="is not well"):
         act("health", silent)
     assert capsys.readouterr().out == "ok: false\n"
@@ -164,26 +158,20 @@ def test_a_daemon_that_is_not_well(
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["statsu"], "no such action: 'statsu' (did you mean status?)"),
-        (["strat"], "no such action: 'strat' (did you mean start?)"),
-        (
-            ["zzz"],
-            "no such action: 'zzz' (actions are start, restart, status, stop, reload, health)",
-        ),
-        (["status", "--batch", "2"], "--batch is for the daemon, not for an action"),
-        (["status", "-m", "crumb"], "--model is for the daemon"),
-        (["status", "stop"], "unexpected extra argument"),
-        (["--json"], "--json needs an action: status, stop, reload, health"),
-        (["--audit", "x", "--no-audit"], "--audit and --no-audit exclude each other"),
-        (["--no-audit", "--audit-text"], "--audit-text needs an audit log"),
-        (["--socket", "x" * 200], "the socket's path has"),
-        (["--cache", "2X"], "'2X' is not a size"),
-        (["--max-line", "1"], "'1' is less than 1K"),
-        (["--drain", "soon"], "'soon' is not a duration"),
-    ],
-)
-def test_what_makes_no_sense(arguments: list[str], message: str) -> None:
+    [(["statsu"], "no such action: 'statsu' (did you mean status?)"),
+     (["strat"], "no such action: 'strat' (did you mean start?)"),
+     (["zzz"], "no such action: 'zzz' (actions are start, restart, status, stop, reload, health)"),
+     (["status", "--batch", "2"], "--batch is for the daemon, not for an action"),
+     (["status", "-m", "crumb"], "--model is for the daemon"),
+     (["status", "stop"], "unexpected extra argument"),
+     (["--json"], "--json needs an action: status, stop, reload, health"),
+     (["--audit", "x", "--no-audit"], "--audit and --no-audit exclude each other"),
+     (["--no-audit", "--audit-text"], "--audit-text needs an audit log"),
+     (["--socket", "x" * 200], "the socket's path has"), (["--cache", "2X"], "'2X' is not a size"),
+     (["--max-line", "1"], "'1' is less than 1K"),
+     (["--drain", "soon"], "'soon' is not a duration")],
+)  # fmt: skip
+def test_usage_errors(arguments: list[str], message: str) -> None:
     with pytest.raises((errors.UsageError, click.UsageError)) as caught:
         command.toasted.main(arguments, "toasted", standalone_mode=False)
     hint = getattr(caught.value, "hint", None)
@@ -195,55 +183,38 @@ def test_a_log_that_cannot_be_written(home: Home) -> None:
     assert done.returncode == 73 and "cannot write" in done.stderr and home.is_clean()
 
 
-def test_systemd_needs_no_fork(home: Home) -> None:
-    script = 'export LISTEN_PID=$$ LISTEN_FDS=1; exec "$@"'
-    done = subprocess.run(
-        ["sh", "-c", script, "sh", *DRIVER, "--daemon"],
-        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=home.env,
-    )  # fmt: skip
-    assert done.returncode == 64 and "where systemd starts the daemon" in done.stderr
+def test_systemd_needs_no_fork(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
+    monkeypatch.setenv("LISTEN_FDS", "1")
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("it forked"))
+    with pytest.raises(errors.UsageError, match="where systemd starts the daemon"):
+        home.act("--daemon")
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [("0", 0), ("17", 17), ("4K", 4096), ("1.5k", 1536), ("2MiB", 2 << 20), ("2GB", 2 << 30),
-     (" 1T ", 1 << 40), (f"{2**53 + 1}", 2**53 + 1), ("0.000000001G", 1), ("1.1k", 1126)],
+    ("kind", "values"),
+    [(Size(), {"0": 0, "17": 17, "4K": 4096, "1.5k": 1536, "2MiB": 2 << 20, "2GB": 2 << 30,
+               " 1T ": 1 << 40, f"{2**53 + 1}": 2**53 + 1, "0.000000001G": 1, "1.1k": 1126}),
+     (Duration(), {"0": 0, "90": 90, "250ms": 0.25, "1.5s": 1.5, "5m": 300, "1h": 3600,
+                   "1d": 86400})],
 )  # fmt: skip
-def test_sizes(text: str, size: int) -> None:
-    assert Size().convert(text, None, None) == size
-    assert Size().convert(size, None, None) == size
+def test_sizes_and_durations(kind: click.ParamType, values: dict[str, float]) -> None:
+    assert {text: kind.convert(text, None, None) for text in values} == values
+    assert all(kind.convert(value, None, None) == value for value in values.values())
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("0", 0), ("90", 90), ("250ms", 0.25), ("1.5s", 1.5), ("5m", 300), ("1h", 3600),
-     ("1d", 86400)],
+    ("kind", "message", "words"),
+    [(Size(), "is not a size", ["", "x", "-1", "1e3", "1 K", "K", "1KK", "nan", "9" * 19, "1P",
+                                "5\N{KELVIN SIGN}"]),
+     (Size(), "is too large", ["99999999T"]),
+     (Duration(), "is not a duration|is too long",
+      ["", "x", "-1", "1M", "1 s", "inf", "1e9", "999999999999999999d"])],
 )  # fmt: skip
-def test_durations(text: str, seconds: float) -> None:
-    assert Duration().convert(text, None, None) == seconds
-    assert Duration().convert(seconds, None, None) == seconds
-
-
-KELVIN = "5\N{KELVIN SIGN}"
-
-
-@pytest.mark.parametrize(
-    "text", ["", "x", "-1", "1e3", "1 K", "K", "1KK", "nan", "9" * 19, "1P", KELVIN]
-)
-def test_no_sizes(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="is not a size"):
-        Size().convert(text, None, None)
-
-
-@pytest.mark.parametrize("text", ["", "x", "-1", "1M", "1 s", "inf", "1e9", "999999999999999999d"])
-def test_no_durations(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="is not a duration|is too long"):
-        Duration().convert(text, None, None)
-
-
-def test_too_large_a_size() -> None:
-    with pytest.raises(click.BadParameter, match="is too large"):
-        Size().convert("99999999T", None, None)
+def test_no_sizes_and_durations(kind: click.ParamType, message: str, words: list[str]) -> None:
+    for word in words:
+        with pytest.raises(click.BadParameter, match=message):
+            kind.convert(word, None, None)
 
 
 def test_a_client_is_a_client() -> None:

@@ -51,13 +51,6 @@ def test_from_start_to_end(home: Home) -> None:
     assert json.loads((home.state / "audit.jsonl").read_text())["op"] == "generate"
 
 
-def test_interrupted_it_says_so_to_the_shell(home: Home) -> None:
-    process = home.start("--no-audit")
-    process.send_signal(signal.SIGINT)
-    assert ended(process) == (130, "")
-    assert home.is_clean() and not home.state.exists()
-
-
 def test_after_a_crash_the_next_one_starts(home: Home) -> None:
     first = home.start()
     first.kill()
@@ -141,6 +134,13 @@ def test_the_third_signal_ends_it_at_once(home: Home) -> None:
     assert client.line() is None
 
 
+def test_the_exit_code_after_an_interrupt(home: Home) -> None:
+    process = home.start("--no-audit")
+    process.send_signal(signal.SIGINT)
+    assert ended(process) == (130, "")
+    assert home.is_clean() and not home.state.exists()
+
+
 def test_hang_up_reloads(home: Home) -> None:
     process = home.start()
     log = home.state / "audit.jsonl"
@@ -149,16 +149,18 @@ def test_hang_up_reloads(home: Home) -> None:
     client = home.client()
     eventually(lambda: client.ask({"op": "status"})["status"]["calls"] == ["reload"])
     assert log.exists()
-    assert home.run("reload").returncode == 0
+    home.act("reload")
     assert client.ask({"op": "status"})["status"]["calls"] == ["reload", "reload"]
 
 
 def test_a_memory_warning_is_passed_on(home: Home) -> None:
-    """Where layers are streamed; one that comes during the load is not lost, nor one in a drain."""
-    process = home.start("--resident", "auto", "-m", "slow0.3", ready=False)
+    """Where layers are streamed; one that comes during the load is not lost, nor one in a drain.
+    Who connects while it loads is answered."""
+    process = home.start("--resident", "auto", "-m", "slow0.2", ready=False)
     eventually(home.socket.exists)
     process.send_signal(signal.SIGUSR1)
     client = home.client()
+    assert client.ask({"prompt": "early"})["end"]["text"] == "early"
     eventually(lambda: client.ask({"op": "status"})["status"]["calls"] == ["memory_warning"])
     assert client.ask({"op": "status"})["status"]["policies"] == "auto"
     active = home.held()
@@ -184,45 +186,36 @@ def test_a_dead_worker_ends_the_daemon(home: Home) -> None:
     ]
 
 
-# ------------------------------------------------------------------------------- before it is ready
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [(["-m", "broken"], 65, "broken is no model\n  hint: take another\n"),
+     (["--daemon", "-m", "broken"], 65, "broken is no model\n  hint: take another"),
+     (["--daemon", "-m", "mortal"], 70, "died while")],
+)  # fmt: skip
+def test_a_model_that_cannot_be_loaded(home: Home, arguments, code: int, message: str) -> None:
+    done = home.run(*arguments)
+    assert (done.returncode, done.stdout) == (code, "") and (code == 70 or home.is_clean())
+    assert done.stderr.startswith("toasted: ") and message in done.stderr
 
 
-def test_a_model_that_cannot_be_loaded(home: Home) -> None:
-    process = home.start("-m", "broken", ready=False)
-    assert ended(process) == (65, "toasted: broken is no model\n  hint: take another\n")
-    assert home.is_clean()
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_while_it_loads(home: Home, number: int, code: int) -> None:
+def test_a_signal_while_it_loads(home: Home) -> None:
     """Who connects meanwhile waits, and sees the end."""
     process = home.start("-m", "slow", ready=False)
     eventually(home.socket.exists)
     client = home.client()
     client.send({"op": "status"})
-    process.send_signal(number)
-    assert ended(process) == (code, "")
+    process.send_signal(signal.SIGTERM)
+    assert ended(process) == (0, "")
     assert client.line() is None and home.is_clean()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_as_its_socket_is_made(home: Home, number: int, code: int) -> None:
-    process = home.start("-m", "slow", ready=False, SIGNAL_AT_BIRTH=str(int(number)))
-    assert ended(process) == (code, "")
+def test_a_signal_as_its_socket_is_made(home: Home) -> None:
+    process = home.start("-m", "slow", ready=False, SIGNAL_AT_BIRTH=str(int(signal.SIGINT)))
+    assert ended(process) == (130, "")
     assert home.is_clean()
 
 
-def test_who_connects_while_it_loads_is_answered(home: Home) -> None:
-    home.start("-m", "slow0.2", ready=False)
-    eventually(home.socket.exists)
-    client = home.client()
-    assert client.ask({"prompt": "early"})["end"]["text"] == "early"
-
-
-# ------------------------------------------------------------------------------- in the background
-
-
-def test_in_the_background(home: Home) -> None:
+def test_in_the_background(home: Home, capsys: pytest.CaptureFixture) -> None:
     """It returns when the daemon is ready; the daemon holds on to nothing of the shell's."""
     done = home.run("--daemon", "-v", "--max-queue", "3")
     pid = int(home.pidfile.read_text())
@@ -238,9 +231,8 @@ def test_in_the_background(home: Home) -> None:
     assert log.read_text().endswith(f"toasted: fake on the cpu, listening on {home.socket}\n")
     assert home.client().ask({"op": "status"})["status"]["max_queue"] == 3
     assert home.run("--daemon").returncode == 75
-    stopped = home.run("stop")
-    assert (stopped.returncode, stopped.stdout, stopped.stderr) == (0, "", "")
-    assert home.is_clean()
+    home.act("stop")
+    assert tuple(capsys.readouterr()) == ("", "") and home.is_clean()
 
 
 def test_in_the_background_from_a_directory_that_was_removed(home: Home, tmp_path: Path) -> None:
@@ -251,22 +243,12 @@ def test_in_the_background_from_a_directory_that_was_removed(home: Home, tmp_pat
         stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=PATIENCE,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, b"")
-    assert home.run("stop").returncode == 0
+    home.act("stop")
 
 
-@pytest.mark.parametrize(
-    ("model", "code", "message"),
-    [("broken", 65, "broken is no model\n  hint: take another"), ("mortal", 70, "died while")],
-)
-def test_failing_in_the_background(home: Home, model: str, code: int, message: str) -> None:
-    done = home.run("--daemon", "-m", model)
-    assert done.returncode == code and done.stderr.startswith("toasted: ")
-    assert message in done.stderr
-
-
-def test_nobody_waits_for_it_any_more(home: Home) -> None:
+def test_an_interrupted_start_leaves_no_daemon(home: Home) -> None:
     """Whoever interrupts the start wants no daemon."""
-    starter = home.start("--daemon", "-m", "slow1", ready=False)
+    starter = home.start("--daemon", "-m", "slow0.5", ready=False)
     eventually(home.socket.exists)
     starter.send_signal(signal.SIGINT)
     assert ended(starter)[0] == 130
@@ -279,9 +261,6 @@ def test_no_fork_once_mlx_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("it forked"))
     with pytest.raises(ToastError, match="Metal does not survive a fork"):
         background.detach(str(tmp_path / "log"))
-
-
-# ------------------------------------------------------------------------------- service managers
 
 
 def test_socket_activation(home: Home) -> None:

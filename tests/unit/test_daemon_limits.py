@@ -7,16 +7,11 @@ import resource
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
-from tests.unit.daemon_front import (
-    PIECE,
-    FakeWorker,
-    eventually,
-    front,
-    open_descriptors,
-)
+from tests.unit.daemon_front import PIECE, FakeWorker, eventually, front, open_descriptors
 from toastkit.daemon import server as module
 from toastkit.daemon.channel import UNSENT_LIMIT
 from toastkit.daemon.service_settings import Limits
@@ -48,16 +43,12 @@ def test_a_reader_that_takes_its_time_gets_all() -> None:
         lines = [{"id": n, "prompt": "y" * 30_000} for n in range(100)]
         sender = threading.Thread(target=client.send, args=lines)
         sender.start()
-        time.sleep(0.1)  # what has been said by now is more than the socket takes
+        time.sleep(0.05)  # what has been said by now is more than the socket takes
         for n in range(100):
             assert client.replies()[-1]["id"] == n
         sender.join()
-
-
-def test_one_large_reply_is_no_reason_to_cut_off() -> None:
-    with front() as running:
-        client = running.client().send({"prompt": "z" * (5 * MB), "stream": False})
-        time.sleep(0.05)
+        client.send({"prompt": "z" * (5 * MB), "stream": False})
+        time.sleep(0.05)  # one large reply is no reason to cut off either
         assert len(client.replies()[-1]["end"]["text"]) == 5 * MB
 
 
@@ -88,13 +79,12 @@ def test_a_line_of_100_mb() -> None:
         assert running.client().ask({"prompt": "next"})["end"]["text"] == "next"
 
 
-@pytest.mark.parametrize("over", [0, 1])
-def test_the_limit_is_that_of_the_line_without_its_newline(over: int) -> None:
-    line = b'{"prompt": "%s"}'
-    line %= b"x" * (5000 + over - len(line) + 2)
+def test_the_limit_is_that_of_the_line_without_its_newline() -> None:
     with front(Limits(line_bytes=5000)) as running:
-        reply = running.client().ask(line + b"\n")
-        assert ("error" in reply) == bool(over)
+        for over in (0, 1):
+            line = b'{"prompt": "%s"}'
+            line %= b"x" * (5000 + over - len(line) + 2)
+            assert ("error" in running.client().ask(line + b"\n")) == bool(over)
 
 
 def test_a_long_line_behind_a_running_request() -> None:
@@ -103,7 +93,7 @@ def test_a_long_line_behind_a_running_request() -> None:
     with front(Limits(line_bytes=limit)) as running:
         client = running.client().send({"prompt": "hold"})
         eventually(lambda: running.worker.requests)
-        client.socket.settimeout(0.3)
+        client.socket.settimeout(0.1)
         sent = 0
         with pytest.raises(TimeoutError):
             while sent < 50 * MB:
@@ -130,10 +120,10 @@ def test_too_many_connections() -> None:
         assert running.client().ask({"prompt": "hi"})["end"]["text"] == "hi"
 
 
-def test_a_thousand_connections_leave_nothing() -> None:
+def test_many_connections_leave_nothing() -> None:
     with front() as running:
         before = open_descriptors()
-        for n in range(1000):
+        for n in range(300):
             client = running.client()
             if n % 3:
                 client.send([b'{"prompt": "x"', b'{"prompt": "hi"}\n'][n % 2])
@@ -143,23 +133,23 @@ def test_a_thousand_connections_leave_nothing() -> None:
         assert running.client().ask({"prompt": "hi"})["end"]["text"] == "hi"
 
 
-def test_a_hundred_cancelled_requests() -> None:
+def test_many_cancelled_requests() -> None:
     with front() as running:
-        clients = [running.client().send({"id": n, "prompt": "hold"}) for n in range(60)]
-        eventually(lambda: running.worker.status()["waiting"] >= 59)
+        clients = [running.client().send({"id": n, "prompt": "hold"}) for n in range(20)]
+        eventually(lambda: running.worker.status()["waiting"] >= 19)
         for client in clients:
             client.close()
-        eventually(lambda: len(running.worker.cancelled) == 60)
+        eventually(lambda: len(running.worker.cancelled) == 20)
         eventually(lambda: running.connections == 0)
 
 
 def test_idle_connections_are_closed() -> None:
-    with front(Limits(idle_seconds=0.2)) as running:
+    with front(Limits(idle_seconds=0.1)) as running:
         busy = running.client().send({"prompt": "hold"})
         idle, half = running.client(), running.client().send(b'{"prompt": ')
         start = time.monotonic()
         assert idle.line() is None and half.line() is None
-        assert time.monotonic() - start > 0.15
+        assert time.monotonic() - start > 0.08
         running.worker.release.set()
         assert busy.replies()[-1]["end"]["text"] == "hold"
 
@@ -167,14 +157,11 @@ def test_idle_connections_are_closed() -> None:
 def test_garbage_without_end_does_not_hold_up_the_others() -> None:
     with front() as running:
         client = running.client()
-        stop = threading.Event()
 
         def talk() -> None:
-            try:
-                while not stop.is_set():
+            with suppress(OSError):
+                while True:
                     client.send(b"x\n" * 10_000)
-            except OSError:
-                pass
 
         def listen() -> None:
             while client.line() is not None:
@@ -183,15 +170,11 @@ def test_garbage_without_end_does_not_hold_up_the_others() -> None:
         threads = [threading.Thread(target=talk), threading.Thread(target=listen)]
         for thread in threads:
             thread.start()
-        start = time.monotonic()
         for _ in range(5):
             assert running.client().ask({"prompt": "hi"})["end"]["text"] == "hi"
-        took = time.monotonic() - start
-        stop.set()
         client.socket.shutdown(socket.SHUT_RDWR)
         for thread in threads:
             thread.join()
-        assert took < 5
 
 
 def test_running_out_of_descriptors_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:

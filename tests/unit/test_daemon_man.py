@@ -53,9 +53,6 @@ def test_the_numbers() -> None:
     ):
         assert said in words, said
     assert server.GOODBYE_SECONDS == 2 and "thrown away for two seconds" in words
-
-
-def test_the_limits_are_those_of_the_command() -> None:
     defaults = toasted.make_context("toasted", []).params
     assert defaults["max_connections"] == Limits().connections
     assert defaults["max_line"] == Limits().line_bytes
@@ -82,11 +79,14 @@ def test_what_goes_over_the_wire(running: Front) -> None:
     assert client.ask(second[2:].encode() + b"\n") == json.loads(refusal)
 
 
+def output_of(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
 def test_the_client_in_python(running: Front) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PYTHON], capture_output=True, text=True, timeout=20
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "Who are you?", "")
+    assert output_of(sys.executable, "-c", PYTHON) == "Who are you?"
 
 
 @pytest.mark.parametrize("program", ["nc", "socat"])
@@ -95,11 +95,8 @@ def test_the_client_in_the_shell(running: Front, program: str) -> None:
         pytest.skip(f"no {program} here")
     first, *lines = SHELL.splitlines()
     (line,) = [line for line in lines if f"| {program} " in line]
-    done = subprocess.run(
-        ["sh", "-c", f"{first}\n{line}"], capture_output=True, text=True, timeout=20
-    )
-    reply = json.loads(done.stdout.splitlines()[-1])
-    assert done.returncode == 0 and {"end", "status"} & set(reply)
+    reply = json.loads(output_of("sh", "-c", f"{first}\n{line}").splitlines()[-1])
+    assert {"end", "status"} & set(reply)
 
 
 def unit(name: str) -> configparser.ConfigParser:

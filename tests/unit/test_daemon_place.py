@@ -31,9 +31,6 @@ def mode(path: Path | str) -> int:
     return stat.S_IMODE(os.lstat(path).st_mode)
 
 
-# ------------------------------------------------------------------------------------------ paths
-
-
 def test_where_the_socket_is(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
     assert paths.socket_path() == f"{place}/toastkit/toasted.sock"
@@ -51,12 +48,6 @@ def test_where_the_socket_is(place: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert os.path.isabs(paths.socket_path())
 
 
-@pytest.mark.parametrize("bad", ["", "a\0b", "/" + "x" * paths.MAX_SOCKET_BYTES])
-def test_paths_that_no_socket_can_have(bad: str) -> None:
-    with pytest.raises(UsageError):
-        paths.socket_path(bad)
-
-
 def test_the_longest_path_works(place: Path) -> None:
     path = f"{place}/".ljust(paths.MAX_SOCKET_BYTES, "x")
     file = SocketFile.make(paths.socket_path(path))
@@ -64,6 +55,9 @@ def test_the_longest_path_works(place: Path) -> None:
     file.remove()
     with pytest.raises(UsageError, match="at most"):
         SocketFile.make(path + "x")
+    for bad in ("", "a\0b", "/" + "x" * paths.MAX_SOCKET_BYTES):
+        with pytest.raises(UsageError):
+            paths.socket_path(bad)
 
 
 def test_a_private_directory_is_made_and_accepted(place: Path) -> None:
@@ -75,9 +69,7 @@ def test_a_private_directory_is_made_and_accepted(place: Path) -> None:
         paths.make_private(str(place / "a" / "b"))
 
 
-def test_directories_that_others_might_use_are_refused(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_that_others_might_use_are_refused(place: Path, monkeypatch) -> None:
     (place / "open").mkdir()
     (place / "open").chmod(0o755)
     (place / "file").touch()
@@ -97,9 +89,6 @@ def test_directories_that_others_might_use_are_refused(
     (place / f"toastkit-{foreign}").mkdir(0o700)
     with pytest.raises(CannotCreateError, match="another user"):
         paths.socket_path()
-
-
-# ----------------------------------------------------------------------------------------- socket
 
 
 def test_the_socket_is_for_its_user_alone(place: Path) -> None:
@@ -133,49 +122,32 @@ def test_a_stale_socket_is_replaced_and_another_one_left_alone(place: Path) -> N
     new.remove()
 
 
-@pytest.mark.parametrize("kind", ["file", "directory", "link", "fifo"])
-def test_what_is_no_socket_is_never_deleted(place: Path, kind: str) -> None:
-    path = place / "s"
-    if kind == "file":
-        path.write_text("precious")
-    elif kind == "directory":
-        path.mkdir()
-    elif kind == "link":
-        path.symlink_to("nowhere")
-    else:
-        os.mkfifo(path)
-    with pytest.raises(CannotCreateError, match="in the way"):
-        SocketFile.make(str(path))
-    assert os.path.lexists(path)
-
-
-def test_no_directory_for_the_socket(place: Path) -> None:
+def test_what_is_no_socket_is_never_deleted(place: Path) -> None:
+    (place / "file").write_text("precious")
+    (place / "directory").mkdir()
+    (place / "link").symlink_to("nowhere")
+    os.mkfifo(place / "fifo")
+    for kind in ("file", "directory", "link", "fifo"):
+        with pytest.raises(CannotCreateError, match="in the way"):
+            SocketFile.make(str(place / kind))
+        assert os.path.lexists(place / kind)
     with pytest.raises(CannotCreateError, match="cannot make the socket"):
         SocketFile.make(str(place / "no" / "s"))
 
 
-# ---------------------------------------------------------------------------------------- pidfile
-
-
 def test_one_daemon_a_pidfile(place: Path) -> None:
-    path = str(place / "p")
-    first = Pidfile.take(path)
-    assert Path(path).read_text() == f"{os.getpid()}\n" and mode(path) == 0o600
-    with pytest.raises(BusyError, match=rf"already running \(process {os.getpid()}\)"):
-        Pidfile.take(path)
-    first.remove()
-    assert not os.path.exists(path)
-    first.remove()
-    second = Pidfile.take(path)
-    second.remove()
-
-
-def test_what_a_crash_left_is_taken_over(place: Path) -> None:
     path = place / "p"
-    path.write_text("123456789\n")
-    pidfile = Pidfile.take(str(path))
+    path.write_text("123456789\n")  # a crash left it
+    first = Pidfile.take(str(path))
     assert path.read_text() == f"{os.getpid()}\n"
-    pidfile.remove()
+    with pytest.raises(BusyError, match=rf"already running \(process {os.getpid()}\)"):
+        Pidfile.take(str(path))
+    for _ in range(2):
+        first.remove()
+        assert not path.exists()
+    second = Pidfile.take(str(path))
+    assert path.read_text() == f"{os.getpid()}\n" and mode(path) == 0o600
+    second.remove()
 
 
 def test_files_that_are_no_pidfiles_are_left_alone(place: Path) -> None:
@@ -188,9 +160,7 @@ def test_files_that_are_no_pidfiles_are_left_alone(place: Path) -> None:
     assert (place / "notes").read_text() == "precious"
 
 
-def test_a_pidfile_that_is_removed_while_one_waits_for_it(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pidfile_that_is_removed_while_one_waits_for_it(place: Path, monkeypatch) -> None:
     """The lock of a file that nobody can find any more is worth nothing."""
     path = str(place / "p")
     lock, calls = fcntl.flock, []
@@ -207,10 +177,7 @@ def test_a_pidfile_that_is_removed_while_one_waits_for_it(
     pidfile.remove()
 
 
-# --------------------------------------------------------------------------- peers and the manager
-
-
-def test_who_is_there() -> None:
+def test_the_peer_of_a_connection() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         found = wire.peer_of(ours)
@@ -245,13 +212,11 @@ except UsageError as error:
 
 @pytest.mark.parametrize(
     ("make", "told"),
-    [
-        ("os.dup2(0, 3)", "descriptor 3 is no socket"),
-        ("s = socket.socketpair()[0]; os.dup2(s.fileno(), 3)", "not a listening Unix stream"),
-        ("s = socket.create_server(('127.0.0.1', 0)); os.dup2(s.fileno(), 3)", "not a listening"),
-        ("s = socket.socket(1); s.bind('x'); s.listen(); os.dup2(s.fileno(), 3)", "x False"),
-    ],
-)
+    [("os.dup2(0, 3)", "descriptor 3 is no socket"),
+     ("s = socket.socketpair()[0]; os.dup2(s.fileno(), 3)", "not a listening Unix stream"),
+     ("s = socket.create_server(('127.0.0.1', 0)); os.dup2(s.fileno(), 3)", "not a listening"),
+     ("s = socket.socket(1); s.bind('x'); s.listen(); os.dup2(s.fileno(), 3)", "x False")],
+)  # fmt: skip
 def test_sockets_of_the_service_manager(place: Path, make: str, told: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROBE.format(make)],
@@ -262,9 +227,7 @@ def test_sockets_of_the_service_manager(place: Path, make: str, told: str) -> No
 
 
 @pytest.mark.parametrize("abstract", [False, True])
-def test_the_service_manager_is_told(
-    place: Path, monkeypatch: pytest.MonkeyPatch, abstract: bool
-) -> None:
+def test_the_service_manager_is_told(place: Path, monkeypatch, abstract: bool) -> None:
     if abstract and sys.platform != "linux":
         pytest.skip("abstract addresses are Linux's")
     name = f"@{place.name}" if abstract else str(place / "n")

@@ -47,14 +47,17 @@ def test_the_least_request() -> None:
     assert request.raw == {"prompt": "ü"}
 
 
-def test_every_field_arrives(state_home: Path) -> None:
+def test_every_field_arrives(state_home: Path, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "talk").mkdir()  # a name is never a directory where the daemon runs
+    (tmp_path / "talk" / "session.msgpack").touch()
+    monkeypatch.chdir(tmp_path)
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     request = parse(
-        id="a", messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
-        stream=False, session="talk", priority=-100, model="org/name", tools=[{"name": "f"}],
-        options={"template": {"thinking": False}, "max_tokens": 5},
+        id="a", messages=messages, stream=False, session="talk", priority=-100, model="org/name",
+        tools=[{"name": "f"}], options={"template": {"thinking": False}, "max_tokens": 5},
     )  # fmt: skip
     assert (request.id, request.stream, request.priority) == ("a", False, -100)
-    assert request.messages == [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    assert request.messages == messages
     assert request.tools == [{"name": "f"}] and parse(prompt="x").tools is None
     assert request.session == str(state_home / "talk") and request.model == "org/name"
     assert request.options.template == {"thinking": False} and request.options.max_tokens == 5
@@ -79,18 +82,8 @@ def test_every_option_arrives() -> None:
     assert named | set(SAMPLING_NAMES) == set(OPTIONS)
 
 
-def test_a_name_is_never_a_directory_where_the_daemon_runs(
-    state_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "talk").mkdir()
-    (tmp_path / "talk" / "session.msgpack").touch()
-    monkeypatch.chdir(tmp_path)
-    assert parse(prompt="x", session="talk").session == str(state_home / "talk")
-
-
 USAGE: list[tuple[dict, str, str]] = [
-    ({}, "no prompt", ""),
-    ({"prompt": "x", "tokens": [1]}, "prompt and tokens", ""),
+    ({}, "no prompt", ""), ({"prompt": "x", "tokens": [1]}, "prompt and tokens", ""),
     ({"tokens": [1], "tools": []}, "tools: tokens go through no chat template", ""),
     ({"prompt": "x", "tools": [], "options": {"raw": True}}, "tools: a raw prompt goes", ""),
     ({"prompt": "x", "tools": [], "options": {"template": {"tools": 1}}}, "given twice", ""),
@@ -104,13 +97,10 @@ USAGE: list[tuple[dict, str, str]] = [
     ({"id": None, "prompt": "x"}, "id: null", ""),
     ({"id": True, "prompt": "x"}, "id: a boolean", ""),
     ({"id": 1.5, "prompt": "x"}, "id: a number", ""),
-    ({"id": "x" * 2000, "prompt": "x"}, "id: longer", ""),
-    ({"prompt": 3}, "prompt: a number", ""),
-    ({"prompt": None}, "prompt: null", ""),
-    ({"tokens": "x"}, "tokens: a string", ""),
+    ({"id": "x" * 2000, "prompt": "x"}, "id: longer", ""), ({"prompt": 3}, "prompt: a number", ""),
+    ({"prompt": None}, "prompt: null", ""), ({"tokens": "x"}, "tokens: a string", ""),
     ({"tokens": [1, -1]}, "tokens: entry 2: -1", ""),
-    ({"tokens": [1.0]}, "tokens: entry 1: 1.0", ""),
-    ({"tokens": [2**32]}, "tokens: entry 1", ""),
+    ({"tokens": [1.0]}, "tokens: entry 1: 1.0", ""), ({"tokens": [2**32]}, "tokens: entry 1", ""),
     ({"tokens": [True]}, "tokens: entry 1: a boolean", ""),
     ({"prompt": "x", "stream": 1}, "stream: a number", ""),
     ({"prompt": "x", "priority": 101}, "priority: 101 is not in [-100, 100]", ""),
@@ -121,21 +111,19 @@ USAGE: list[tuple[dict, str, str]] = [
     ({"prompt": "x", "session": 3}, "session: a number", ""),
     ({"prompt": "x", "model": ""}, "model: ''", ""),
     ({"prompt": "x", "options": []}, "options: a list", ""),
-]
+    ({"tokens": [1], "options": {"raw": True}}, "raw: it is for a prompt", ""),
+    ({"messages": [{"role": "user", "content": "x"}], "options": {"raw": True}}, "raw: it is", ""),
+]  # fmt: skip
 OPTION: list[tuple[dict, str, str]] = [
     ({"temprature": 1}, "unknown option 'temprature'", "did you mean temperature?"),
     ({"temperature": "1"}, "temperature: a string instead of a number", ""),
     ({"temperature": True}, "temperature: a boolean", ""),
     ({"temperature": 10**400}, "temperature: the number is too large", ""),
-    ({"top_p": 1.5}, "invalid top-p: 1.5", ""),
-    ({"top_k": 1.5}, "invalid top-k: 1.5", ""),
+    ({"top_p": 1.5}, "invalid top-p: 1.5", ""), ({"top_k": 1.5}, "invalid top-k: 1.5", ""),
     ({"seed": -1}, "seed: -1 is not in [0, 18446744073709551615]", ""),
-    ({"seed": 1.5}, "seed: 1.5", ""),
-    ({"seed": 10**300}, "seed: a long number", ""),
-    ({"max_tokens": 0}, "max_tokens: 0", ""),
-    ({"stop": 3}, "stop: neither", ""),
-    ({"stop": ["a", 3]}, "stop: neither", ""),
-    ({"stop": ""}, "stop: a stop string is empty", ""),
+    ({"seed": 1.5}, "seed: 1.5", ""), ({"seed": 10**300}, "seed: a long number", ""),
+    ({"max_tokens": 0}, "max_tokens: 0", ""), ({"stop": 3}, "stop: neither", ""),
+    ({"stop": ["a", 3]}, "stop: neither", ""), ({"stop": ""}, "stop: a stop string is empty", ""),
     ({"ignore_eos": "yes"}, "ignore_eos: a string", ""),
     ({"logit_bias": [[5, 1]]}, "logit_bias: a list", ""),
     ({"logit_bias": {"x": 1}}, "logit_bias: 'x'", ""),
@@ -143,15 +131,14 @@ OPTION: list[tuple[dict, str, str]] = [
     ({"logit_bias": {"5": None}}, "logit_bias: id 5: null", ""),
     ({"logit_bias": {"5": 1e9}}, "invalid logit bias", ""),
     ({"logit_bias": {"5": 1, "05": 2}}, "id 5 is given twice", ""),
-    ({"ban": 5}, "ban: a number", ""),
-    ({"ban": ["5"]}, "ban: entry 1: a string", ""),
+    ({"ban": 5}, "ban: a number", ""), ({"ban": ["5"]}, "ban: entry 1: a string", ""),
     ({"top": 1001, "tokens": True}, "top: 1001", ""),
     ({"top": 3}, "top: it is for token replies", "tokens"),
     ({"template": {"a b": 1}}, "template: 'a b'", ""),
     ({"template": {"messages": 1}}, "template: 'messages'", ""),
     ({"template": {"a": 1}, "raw": True}, "template: a raw prompt", ""),
     ({"tokens": 1}, "tokens: a number", ""),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -166,35 +153,19 @@ def test_usage(fields: dict, message: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [{"messages": [{"role": "user", "content": "x"}]}, {"tokens": [1]}]
-)
-def test_raw_is_for_a_prompt(prompt: dict) -> None:
-    with pytest.raises(UsageError, match="raw: it is for a prompt"):
-        parse(**prompt, options={"raw": True})
-
-
-@pytest.mark.parametrize(
     ("line", "message"),
-    [
-        (b"", "not JSON: column 1: expecting value"),
-        (b'{"prompt": "x"', "not JSON: column 15"),
-        (b"\xff", "not UTF-8 at byte 0"),
-        (b"[]", "a list instead of an object"),
-        (b"null", "null instead of an object"),
-        (b'{"prompt": NaN}', "NaN is not a number"),
-        (b'{"prompt": "\\ud800"}', "lone surrogate"),
-        (b'{"\\udfff": 1}', "lone surrogate"),
-        (b"[" * 100_000, "nested too deep"),
-        (b'{"id": ' + b"9" * 5000 + b"}", "a number too long"),
-        (b'{"messages": []}', "the list is empty"),
-        (b'{"messages": "x"}', "a string instead of a list"),
-        (b'{"messages": [{"role": "user"}]}', "message 1: no content"),
-        (b'{"tokens": []}', "tokens: the list is empty"),
-        (b'{"prompt": ""}', "empty prompt"),
-        (b'{"prompt": "\\n"}', "empty prompt"),
-        (b'{"prompt": "", "options": {"raw": true}}', "empty prompt"),
-    ],
-)
+    [(b"", "not JSON: column 1: expecting value"), (b'{"prompt": "x"', "not JSON: column 15"),
+     (b"\xff", "not UTF-8 at byte 0"), (b"[]", "a list instead of an object"),
+     (b"null", "null instead of an object"), (b'{"prompt": NaN}', "NaN is not a number"),
+     (b'{"prompt": "\\ud800"}', "lone surrogate"), (b'{"\\udfff": 1}', "lone surrogate"),
+     (b"[" * 100_000, "nested too deep"), (b'{"id": ' + b"9" * 5000 + b"}", "a number too long"),
+     (b'{"messages": []}', "the list is empty"),
+     (b'{"messages": "x"}', "a string instead of a list"),
+     (b'{"messages": [{"role": "user"}]}', "message 1: no content"),
+     (b'{"tokens": []}', "tokens: the list is empty"), (b'{"prompt": ""}', "empty prompt"),
+     (b'{"prompt": "\\n"}', "empty prompt"),
+     (b'{"prompt": "", "options": {"raw": true}}', "empty prompt")],
+)  # fmt: skip
 def test_data(line: bytes, message: str) -> None:
     with pytest.raises(DataError) as caught:
         parse_request(line)
