@@ -7,15 +7,7 @@ from dataclasses import fields
 import msgpack
 from hypothesis import strategies as st
 
-from toastkit.frames import (
-    KINDS,
-    MAX_NESTING,
-    SCHEMA_VERSION,
-    Array,
-    Reference,
-    Unknown,
-    pack_ids,
-)
+from toastkit.frames import KINDS, MAX_NESTING, SCHEMA_VERSION, Array, Reference, Unknown, pack_ids
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint32": 4, "int32": 4, "uint8": 1}
 

@@ -1,4 +1,4 @@
-"""Reading past the system's cache of files gives the bytes of the file, whatever lies how."""
+"""Reads past the page cache give the bytes of the file, at any alignment."""
 
 from __future__ import annotations
 

@@ -27,9 +27,6 @@ def options(*arguments: str, command: click.Command = decode) -> ExpertsOptions 
     return expert_options(context(*arguments, command=command).params)
 
 
-# ----------------------------------------------------------------------------------------- parsing
-
-
 @pytest.mark.parametrize(
     ("word", "mode", "gamma"),
     [
@@ -39,7 +36,7 @@ def options(*arguments: str, command: click.Command = decode) -> ExpertsOptions 
         ("mobile:1e-3", "mobile", 0.001), ("mobile:-0", "mobile", 0),
     ],
 )  # fmt: skip
-def test_what_it_takes(word: str, mode: str, gamma: float) -> None:
+def test_values_of_the_option(word: str, mode: str, gamma: float) -> None:
     assert options("--experts", word) == ExpertsOptions(mode, gamma)
 
 
@@ -55,31 +52,26 @@ def test_nonsense_is_a_usage_error(word: str) -> None:
     assert len(message) < 200 and "\n" not in message and "--experts" in message
 
 
-@pytest.mark.parametrize("gamma", ["nan", "inf", "-inf", "1.0000001", "-1e-9", "2", "-0.5"])
-def test_a_gamma_that_is_none(gamma: str) -> None:
-    with pytest.raises(UsageError, match=r"^gamma .* is not in \[0, 1\]$"):
-        options("--experts", f"mobile:{gamma}")
+def test_a_little_k() -> None:
+    for word, little in {
+        "1": LittleK(1), "12": LittleK(12), " 3 ": LittleK(3), "50%": LittleK(50, True),
+        "33.3%": LittleK(33.3, True), "100%": LittleK(100, True),
+    }.items():  # fmt: skip
+        found = options("--experts", "little", "--little-k", word)
+        assert found == ExpertsOptions("little", little_k=little)
 
 
 @pytest.mark.parametrize(
-    ("word", "little"),
-    [("1", LittleK(1)), ("12", LittleK(12)), (" 3 ", LittleK(3)), ("50%", LittleK(50, True)),
-     ("33.3%", LittleK(33.3, True)), ("100%", LittleK(100, True))],
+    ("arguments", "message"),
+    [*(("mobile:" + gamma, r"gamma .* is not in \[0, 1\]$") for gamma in
+       ("nan", "inf", "-inf", "1.0000001", "-1e-9", "2", "-0.5")),
+     ("little --little-k 0", "--little-k 0: a token goes to one expert at least"),
+     ("little --little-k 0%", "--little-k 0%: a token"),
+     ("little --little-k 101%", "--little-k 101% is more than 100%")],
 )  # fmt: skip
-def test_a_little_k(word: str, little: LittleK) -> None:
-    assert options("--experts", "little", "--little-k", word) == ExpertsOptions(
-        "little", little_k=little
-    )
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [("0", "--little-k 0: a token goes to one expert at least"), ("0%", "--little-k 0%: a token"),
-     ("101%", "--little-k 101% is more than 100%")],
-)  # fmt: skip
-def test_a_little_k_that_is_none(word: str, message: str) -> None:
+def test_numbers_that_are_out_of_range(arguments: str, message: str) -> None:
     with pytest.raises(UsageError, match=f"^{message}"):
-        options("--experts", "little", "--little-k", word)
+        options("--experts", *arguments.split())
 
 
 @pytest.mark.parametrize("word", ["-1", "1.5", "", "x", "%", "5 %", "1e3", "9" * 12, "\u0663"])
@@ -126,25 +118,14 @@ def test_options_that_are_none() -> None:
     for values in ({"mode": "medium"}, {"prompt": "mobile"}):
         with pytest.raises(UsageError, match="no such experts"):
             ExpertsOptions(**values)
-
-
-# ---------------------------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("command", "needs"),
-    [
-        (decode, "--experts little or mobile or --prefill-experts little"),
-        (prefill, "--prefill-experts little"), (perplexity, "--experts little or mobile"),
-    ],
-)  # fmt: skip
-def test_what_would_change_nothing(command: click.Command, needs: str) -> None:
-    made = context("--little-k", "2", command=command)
-    with pytest.raises(UsageError, match=f"^--little-k needs {needs}$"):
-        refuse_idle(made, made.params)
-
-
-# ---------------------------------------------------------------------------------------- settings
+    needs = {
+        decode: "--experts little or mobile or --prefill-experts little",
+        prefill: "--prefill-experts little", perplexity: "--experts little or mobile",
+    }  # fmt: skip
+    for command, needed in needs.items():  # what would change nothing
+        made = context("--little-k", "2", command=command)
+        with pytest.raises(UsageError, match=f"^--little-k needs {needed}$"):
+            refuse_idle(made, made.params)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +153,6 @@ def test_a_daemon_is_held_to_what_is_typed(arguments: str, setting: str | None) 
         by_variable = context()
         assert insisted(by_variable, by_variable.params) is None
 
-
-# ----------------------------------------------------------------------------------------- reports
 
 REPORT = {"mode": "mobile", "gamma": 0.7, "k": 8, "little_k": 4, "steps": 200, "fallbacks": 1,
           "ratio": 0.005}  # fmt: skip

@@ -26,28 +26,20 @@ def options(*arguments: str) -> SlotOptions | None:
 
 @pytest.mark.parametrize(
     ("word", "kind", "amount"),
-    [
-        ("auto", "auto", 0), ("AUTO", "auto", 0), ("0", "slots", 0), (" 12 ", "slots", 12),
-        ("999999999", "slots", 999999999), ("6G", "bytes", 6 * GB),
-        ("1.5gib", "bytes", 3 * GB // 2), ("800mib", "bytes", 800 << 20),
-        ("64K", "bytes", 64 << 10), ("4096B", "bytes", 4096),
-    ],
+    [("auto", "auto", 0), ("AUTO", "auto", 0), ("0", "slots", 0), (" 12 ", "slots", 12),
+     ("999999999", "slots", 999999999), ("6G", "bytes", 6 * GB), ("1.5gib", "bytes", 3 * GB // 2),
+     ("800mib", "bytes", 800 << 20), ("64K", "bytes", 64 << 10), ("4096B", "bytes", 4096)],
 )  # fmt: skip
-def test_what_it_takes(word: str, kind: str, amount: int) -> None:
+def test_values_of_the_option(word: str, kind: str, amount: int) -> None:
     assert options("--expert-slots", word) == SlotOptions(kind, amount)
+    assert options() is None  # without it all experts stay
 
 
-def test_without_it_all_experts_stay() -> None:
-    assert options() is None
-
-
-NONSENSE = [
-    "-1", "50%", "1.5", "nan", "", " ", "G", "+3", "1e3", "inf", "-1G", "6X", "all", "\u0663",
-    "1_0", "9" * 40, "6 G", "99999999T", "auto auto",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("word", NONSENSE)
+@pytest.mark.parametrize(
+    "word",
+    ["-1", "50%", "1.5", "nan", "", " ", "G", "+3", "1e3", "inf", "-1G", "6X", "all", "\u0663",
+     "1_0", "9" * 40, "6 G", "99999999T", "auto auto"],
+)  # fmt: skip
 def test_nonsense_is_a_usage_error(word: str) -> None:
     with pytest.raises(click.BadParameter) as caught:
         context("--expert-slots", word)
@@ -65,21 +57,18 @@ def test_a_setting_says_what_the_flags_would(kind: str, amount: int, prefetch: s
     assert options(*wanted.setting.split()) == wanted
 
 
-def test_plain_data_is_checked_too() -> None:
-    for wrong in (("all", 0, "off"), ("slots", -1, "off"), ("slots", 3, "4")):
-        with pytest.raises(UsageError):
-            SlotOptions(*wrong)
-
-
 def test_prefetching_needs_slots() -> None:
     made = context("--expert-prefetch", "1")
     with pytest.raises(UsageError, match="--expert-prefetch needs --expert-slots"):
         refuse_idle(made, made.params)
     made = context("--expert-slots", "8", "--expert-prefetch", "1")
     refuse_idle(made, made.params)
+    for wrong in (("all", 0, "off"), ("slots", -1, "off"), ("slots", 3, "4")):
+        with pytest.raises(UsageError):
+            SlotOptions(*wrong)
 
 
-def test_a_daemon_is_held_to_what_is_on_the_command_line(monkeypatch) -> None:
+def test_a_daemon_is_held_to_what_is_on_the_command_line() -> None:
     made = context("--expert-slots", "8")
     assert insisted(made, made.params, None) == "all --expert-slots 8"
     assert insisted(made, made.params, "50%") == "50% --expert-slots 8"

@@ -17,8 +17,19 @@ from toastkit.stages.feed import bare_ids, feed_tokens
 from toastkit.stages.run.pipe_feed import PipeFeed
 
 
-def test_a_pipe_feed_reaches_decode(run: Path) -> None:
-    reader = FeedReader(run / "feed")
+@pytest.fixture
+def reader(run: Path) -> Iterator[FeedReader]:
+    made = FeedReader(run / "feed")
+    yield made
+    made.close()
+
+
+def test_a_pipe_feed_reaches_decode(tmp_path: Path, run: Path, reader: FeedReader) -> None:
+    """Nobody is told of a run that is over."""
+    frames = draw([head(run=str(tmp_path / "gone")), *answer(3)[1:]], PipeFeed())
+    assert drawn(frames) == [3]
+    draw([head(run=str(run)), *answer(3)[1:]], PipeFeed(send=False))
+    assert reader.read_available() == []
     feed = PipeFeed()
     draw([head(run=str(run)), *answer(3, EOS)[1:]], feed)
     assert reader.read_available() == [FeedMessage(2, 3), FeedMessage(3, EOS, None, True)]
@@ -26,7 +37,6 @@ def test_a_pipe_feed_reaches_decode(run: Path) -> None:
     feed.close("stop")
     feed.finish()
     assert reader.read_available() == [FeedMessage(None, None, None, True)]
-    reader.close()
 
 
 def test_one_sampler_feeds_several_decodes(tmp_path: Path) -> None:
@@ -45,17 +55,7 @@ def test_one_sampler_feeds_several_decodes(tmp_path: Path) -> None:
         reader.close()
 
 
-def test_a_pipe_feed_tells_nobody_of_a_run_that_is_over(tmp_path: Path, run: Path) -> None:
-    frames = draw([head(run=str(tmp_path / "gone")), *answer(3)[1:]], PipeFeed())
-    assert drawn(frames) == [3]
-    reader = FeedReader(run / "feed")
-    draw([head(run=str(run)), *answer(3)[1:]], PipeFeed(send=False))
-    assert reader.read_available() == []
-    reader.close()
-
-
-def test_feed_tokens_sends_and_passes_on(run: Path) -> None:
-    reader = FeedReader(run / "feed")
+def test_feed_tokens_sends_and_passes_on(run: Path, reader: FeedReader) -> None:
     stream = [
         head(run=str(run)), Tokens(pack_ids([1])), step(1, 3), Token(1, 3), Token(2, EOS),
         Token(3, 4), head(run=str(run)), Token(1, 2),
@@ -63,11 +63,8 @@ def test_feed_tokens_sends_and_passes_on(run: Path) -> None:
     frames = list(feed_tokens(stream[:5] + stream[6:], str(run), False))
     assert kinds(frames) == [Head, Tokens, Token, Token, End, Head, Token, End]
     assert [f for f in frames if type(f) is End] == [End("eos", 2), End("stop", 1)]
-    assert reader.read_available() == [
-        FeedMessage(1, 3), FeedMessage(2, EOS, None, True), FeedMessage(1, 2),
-        FeedMessage(None, None, None, True),
-    ]  # fmt: skip
-    reader.close()
+    ends = [FeedMessage(2, EOS, None, True), FeedMessage(1, 2), OVER]
+    assert reader.read_available() == [FeedMessage(1, 3), *ends]
 
 
 def test_bare_ids() -> None:
@@ -86,36 +83,23 @@ def unreadable(*before: Frame) -> Iterator[Frame]:
 
 
 @pytest.mark.parametrize("sent", [[], [Token(-1, 3)]])
-def test_a_decode_hears_of_a_stream_that_cannot_be_read(run: Path, sent: list) -> None:
+def test_a_decode_hears_of_a_stream_that_cannot_be_read(run: Path, reader, sent: list) -> None:
     """Also where nothing was sent yet; it would wait for ever."""
-    reader = FeedReader(run / "feed")
     with pytest.raises(DataError, match="line 2"):
         list(feed_tokens(unreadable(*sent), str(run), False))
     assert reader.read_available() == [*(FeedMessage(None, t.id) for t in sent), OVER]
-    reader.close()
 
 
-@pytest.mark.parametrize("stream", [[], [End("eos", 0)]])
-def test_a_decode_hears_of_an_end_without_tokens(run: Path, stream: list) -> None:
-    reader = FeedReader(run / "feed")
-    assert list(feed_tokens(stream, str(run), False)) == []
-    assert reader.read_available() == [OVER]
-    reader.close()
-
-
-def test_a_decode_hears_where_nobody_reads_on(run: Path) -> None:
-    reader = FeedReader(run / "feed")
+def test_a_decode_hears_of_every_other_end(run: Path, reader: FeedReader) -> None:
+    """Without tokens, that of a saved answer, which may have been cut off sooner than decode's
+    would be, and that of whoever reads on."""
+    for stream in ([], [End("eos", 0)]):
+        assert list(feed_tokens(stream, str(run), False)) == []
+        assert reader.read_available() == [OVER]
+    stream = [head(run=str(run)), Token(1, 3), End("length", 1)]
+    assert list(feed_tokens(stream, None, False)) == stream
+    assert reader.read_available() == [FeedMessage(1, 3), OVER]
     stage = feed_tokens([head(run=str(run)), Token(1, 3), Token(2, 4)], None, False)
     assert kinds([next(stage), next(stage)]) == [Head, Token]
     stage.close()
     assert reader.read_available() == [FeedMessage(1, 3), OVER]
-    reader.close()
-
-
-def test_a_decode_hears_of_the_end_of_a_saved_stream(run: Path) -> None:
-    """Its answer may have been cut off sooner than decode's would be."""
-    reader = FeedReader(run / "feed")
-    stream = [head(run=str(run)), Token(1, 3), End("length", 1)]
-    assert list(feed_tokens(stream, None, False)) == stream
-    assert reader.read_available() == [FeedMessage(1, 3), OVER]
-    reader.close()

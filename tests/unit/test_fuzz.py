@@ -13,9 +13,7 @@ from tests.fuzz.__main__ import TARGETS
 
 
 @pytest.mark.parametrize(("target", "count"), [("frames", 20), ("sessions", 1), ("socket", 4)])
-def test_some_cases(
-    target: str, count: int, tmp_path: Path, state_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_some_cases(target: str, count: int, tmp_path: Path, state_home: Path, monkeypatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     module, name = TARGETS[target].split(".")

@@ -14,7 +14,7 @@ from session_states import MODEL, commit
 from toastkit.errors import CannotCreateError, DataError, IOFailure
 from toastkit.frames import pack_ids
 from toastkit.gears.selector import GearSelector
-from toastkit.session import gear_state, names
+from toastkit.session import names
 from toastkit.session.directory import Session
 from toastkit.session.gear_state import GEAR_FILE, committed, load, save
 from toastkit.session.upkeep import prepare
@@ -35,9 +35,6 @@ def checksum(tokens: list[int]) -> int:
     return zlib.crc32(pack_ids(tokens))
 
 
-# -------------------------------------------------------------------------------- what is committed
-
-
 def test_the_commit_is_read_without_the_lock(session_dir: Path):
     assert committed(session_dir) == (10, checksum(list(range(10))))
     with Session.open(session_dir, MODEL) as session:
@@ -56,26 +53,18 @@ def test_where_there_is_no_commit(state_home: Path, session_dir: Path, tmp_path:
     assert committed(session_dir) is None
 
 
-# --------------------------------------------------------------------------------- saved and loaded
-
-
 def test_what_is_saved_is_loaded(session_dir: Path):
     assert load(session_dir, *committed(session_dir)) is None
-    save(session_dir, *committed(session_dir), STATE)
-    assert load(session_dir, *committed(session_dir)) == STATE
-    save(session_dir, *committed(session_dir), {})
-    assert load(session_dir, *committed(session_dir)) == {}
-    assert (session_dir / GEAR_FILE).stat().st_mode & 0o777 == 0o600
-    assert [name for name in os.listdir(session_dir) if "gears" in name] == [GEAR_FILE]
-
-
-def test_a_selector_goes_on_from_its_session(session_dir: Path):
     selector = GearSelector(4096)
     for entropy in (0.3, 1 / 3, 4.0):
         selector.update(entropy)
-    save(session_dir, *committed(session_dir), selector.state())
+    for state in (STATE, {}, selector.state()):
+        save(session_dir, *committed(session_dir), state)
+        assert load(session_dir, *committed(session_dir)) == state
     resumed = GearSelector.from_state(load(session_dir, *committed(session_dir)))
     assert resumed.update(2.0) == selector.update(2.0)
+    assert (session_dir / GEAR_FILE).stat().st_mode & 0o777 == 0o600
+    assert [name for name in os.listdir(session_dir) if "gears" in name] == [GEAR_FILE]
 
 
 def test_the_state_of_another_commit_is_not_taken(session_dir: Path):
@@ -89,27 +78,19 @@ def test_the_state_of_another_commit_is_not_taken(session_dir: Path):
     assert load(session_dir, *committed(session_dir)) is None
 
 
+GOOD = {"toastkit": "gears", "count": 10, "crc": 7, "state": {"a": 1}, "later": 1}
+
+
 @pytest.mark.parametrize(
     "data",
-    [
-        b"",
-        b"\xc1",
-        b"\x81",
-        msgpack.packb([1]),
-        msgpack.packb({"toastkit": "session", "count": 10, "crc": 7, "state": {}}),
-        msgpack.packb({"toastkit": "gears", "count": 10, "crc": 7}),
-        msgpack.packb({"toastkit": "gears", "count": 10, "crc": 7, "state": [1]}),
-        msgpack.packb({"toastkit": "gears", "count": 10, "crc": 7, "state": {}}) + b"\0",
-        msgpack.packb({"toastkit": "gears", "count": 10, "crc": 7, "state": {1: 2}}),
-        msgpack.packb({"toastkit": "gears", "count": 10, "crc": 7, "state": {"x": "a" * 70000}}),
-        b"\x91" * 60000,
-        b"\xa4\xff\xff\xff\xff",
-        b"\xdd\xff\xff\xff\xff",
-    ],
-)
+    [b"", b"\xc1", b"\x81", msgpack.packb([1]), msgpack.packb({**GOOD, "toastkit": "session"}),
+     msgpack.packb({name: GOOD[name] for name in ("toastkit", "count", "crc")}),
+     msgpack.packb({**GOOD, "state": [1]}), msgpack.packb(GOOD) + b"\0",
+     msgpack.packb({**GOOD, "state": {1: 2}}), msgpack.packb({**GOOD, "state": {"x": "a" * 70000}}),
+     b"\x91" * 60000, b"\xa4\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff"],
+)  # fmt: skip
 def test_a_malformed_file_is_no_state(session_dir: Path, data: bytes):
-    good = {"toastkit": "gears", "count": 10, "crc": 7, "state": {"a": 1}, "later": 1}
-    (session_dir / GEAR_FILE).write_bytes(msgpack.packb(good))
+    (session_dir / GEAR_FILE).write_bytes(msgpack.packb(GOOD))
     assert load(session_dir, 10, 7) == {"a": 1}
     (session_dir / GEAR_FILE).write_bytes(data)
     assert load(session_dir, 10, 7) is None
@@ -120,9 +101,6 @@ def test_a_state_that_is_too_large_is_refused(session_dir: Path):
     with pytest.raises(DataError, match="^cannot save the gears of session one: .* at most$"):
         save(session_dir, 10, 7, {"x": "a" * (64 << 10)})
     assert load(session_dir, 10, 7) == STATE
-
-
-def test_a_session_that_is_gone(state_home: Path):
     with pytest.raises(CannotCreateError, match="^cannot save the gears of session gone: "):
         save(names.resolve("gone"), 10, 7, STATE)
 
@@ -140,11 +118,11 @@ def test_a_full_disk_leaves_the_former_state(session_dir: Path, monkeypatch: pyt
     assert [name for name in os.listdir(session_dir) if "gears" in name] == [GEAR_FILE]
 
 
-# ------------------------------------------------------------------------- the session and the file
-
-
 def test_a_session_does_not_mind_the_file(session_dir: Path):
-    save(session_dir, *committed(session_dir), STATE)
+    """Which is saved without the session's lock."""
+    with Session.open(session_dir, MODEL):
+        save(session_dir, *committed(session_dir), STATE)
+    assert load(session_dir, *committed(session_dir)) == STATE
     prepare(session_dir, create=True)
     with Session.open(session_dir, MODEL, write=False) as reader:
         assert reader.tokens == list(range(10))
@@ -163,9 +141,3 @@ def test_an_ephemeral_session_takes_the_file_with_it(state_home: Path):
         save(session.path, *committed(session.path), STATE)
         assert load(session.path, *committed(session.path)) == STATE
     assert not session.path.exists()
-
-
-def test_it_needs_no_lock(session_dir: Path):
-    with Session.open(session_dir, MODEL):
-        gear_state.save(session_dir, *committed(session_dir), STATE)
-    assert load(session_dir, *committed(session_dir)) == STATE

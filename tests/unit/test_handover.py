@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from processes import start
 
-from toastkit.errors import (
-    BusyError,
-    DataError,
-    UnavailableError,
-)
+from toastkit.errors import BusyError, DataError, UnavailableError
 from toastkit.session.directory import Session
-from toastkit.session.handover import HandoverClient, HandoverServer
+from toastkit.session.handover import HandoverClient, HandoverServer, decline
 from toastkit.session.lock import WriterLock
 from toastkit.session.run import RunDirectory
 
@@ -43,6 +39,14 @@ client.close()
 """
 
 
+def begin(path: Path, *tokens: int) -> tuple[Session, RunDirectory, HandoverServer]:
+    """A session with these tokens, a run of it and the server of the run."""
+    session = Session.open(path, MODEL)
+    session.commit(list(tokens), None, None)
+    run = RunDirectory.create(path)
+    return session, run, HandoverServer(run.path, session.lock)
+
+
 def start_client(run: RunDirectory, session: Path) -> subprocess.Popen:
     return start(CLIENT, run.path, session)
 
@@ -52,24 +56,17 @@ def tell(process: subprocess.Popen) -> None:
     process.stdin.flush()
 
 
-@pytest.mark.parametrize("depth", [0, 120])
-def test_the_lock_passes_without_a_gap(tmp_path: Path, depth: int):
-    path = tmp_path / ("s" + "x" * depth)  # the longer one has no room in a socket's address
-    session = Session.open(path, MODEL)
-    session.commit([1, 2, 3], None, None)
-    run = RunDirectory.create(path)
-    server = HandoverServer(run.path, session.lock)
+def test_the_lock_passes_without_a_gap(tmp_path: Path):
+    path = tmp_path / "session"
+    session, run, server = begin(path, 1, 2, 3)
     taken = threading.Event()
     stop = threading.Event()
 
     def try_to_take() -> None:
         while not stop.is_set():
-            try:
+            with suppress(BusyError):
                 WriterLock.acquire(path)
-                taken.set()
-                return
-            except BusyError:
-                pass
+                return taken.set()
 
     thief = threading.Thread(target=try_to_take)
     thief.start()
@@ -100,11 +97,8 @@ def test_the_lock_passes_without_a_gap(tmp_path: Path, depth: int):
 
 
 def test_a_client_that_dies_leaves_the_lock_here(tmp_path: Path):
-    path = tmp_path / "session"
-    session = Session.open(path, MODEL)
-    session.commit([1], None, None)
-    run = RunDirectory.create(path)
-    server = HandoverServer(run.path, session.lock)
+    path = tmp_path / ("s" + "x" * 120)  # for which there is no room in a socket's address
+    session, run, server = begin(path, 1)
     first = start_client(run, path)
     assert first.stdout.readline() == "connected\n"
     first.send_signal(signal.SIGKILL)
@@ -125,16 +119,16 @@ def test_a_client_that_dies_leaves_the_lock_here(tmp_path: Path):
 
 
 def decline_from(stdin: int, run: RunDirectory) -> None:
-    """Another process, which reads a descriptor, says that no client will come."""
-    code = "import sys; from toastkit.session.handover import decline; decline(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, run.path], stdin=stdin, check=True)
+    """Says, as a process that reads a descriptor, that no client will come."""
+    kept = os.dup(0)
+    os.dup2(stdin, 0)
+    decline(run.path)
+    os.dup2(kept, 0)
+    os.close(kept)
 
 
 def test_an_offer_ends_when_the_reader_of_stdout_wants_nothing(tmp_path: Path):
-    session = Session.open(tmp_path / "session", MODEL)
-    session.commit([1], None, None)
-    run = RunDirectory.create(session.path)
-    server = HandoverServer(run.path, session.lock)
+    session, run, server = begin(tmp_path / "session", 1)
     (reading, writing), (other, tee) = os.pipe(), os.pipe()
     decline_from(other, run)  # as one of several that read what tee writes
     assert server.offer(0.05, watch_fd=writing) is False and not server.unwanted
@@ -157,9 +151,7 @@ def test_an_offer_ends_when_the_reader_of_stdout_wants_nothing(tmp_path: Path):
 
 
 def test_an_offer_ends_when_the_reader_of_stdout_goes(tmp_path: Path):
-    session = Session.open(tmp_path / "session", MODEL)
-    run = RunDirectory.create(session.path)
-    server = HandoverServer(run.path, session.lock)
+    session, run, server = begin(tmp_path / "session")
     reading, writing = os.pipe()
     threading.Timer(0.02, os.close, [reading]).start()
     assert server.offer(None, watch_fd=writing) is False and session.lock.held
@@ -167,7 +159,7 @@ def test_an_offer_ends_when_the_reader_of_stdout_goes(tmp_path: Path):
     os.close(writing)
 
 
-def test_a_server_that_dies(tmp_path: Path):
+def test_a_client_that_gives_up_and_a_server_that_dies(tmp_path: Path):
     path = tmp_path / "session"
     session = Session.open(path, MODEL)
     run = RunDirectory.create(path)
@@ -175,25 +167,18 @@ def test_a_server_that_dies(tmp_path: Path):
         HandoverClient(run.path, path, wait_seconds=0.01)
     server = HandoverServer(run.path, session.lock)
     client = HandoverClient(run.path, path)
+    with pytest.raises(UnavailableError, match="in time"):
+        client.receive(0.01)
+    assert server.offer(0.01) is False and session.lock.held
+    with pytest.raises(BusyError):
+        WriterLock.acquire(path)
+    client = HandoverClient(run.path, path)
     timer = threading.Timer(0.02, server.close)
     timer.start()
     with pytest.raises(UnavailableError):
         client.receive(5)
     timer.join()
     assert not (run.path / "handover").exists()
-
-
-def test_a_client_that_gives_up(tmp_path: Path):
-    path = tmp_path / "session"
-    session = Session.open(path, MODEL)
-    run = RunDirectory.create(path)
-    server = HandoverServer(run.path, session.lock)
-    client = HandoverClient(run.path, path)
-    with pytest.raises(UnavailableError, match="in time"):
-        client.receive(0.01)
-    assert server.offer(0.01) is False and session.lock.held
-    with pytest.raises(BusyError):
-        WriterLock.acquire(path)
 
 
 def test_what_is_no_lock_is_refused(tmp_path: Path):

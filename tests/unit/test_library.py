@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from itertools import cycle, islice
+from functools import cache
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -41,22 +41,13 @@ def made(**parts: Any) -> Tokenizer:
     """A tokenizer of the letters a to z and "▁", with these parts."""
     vocab = {character: i for i, character in enumerate("▁abcdefghijklmnopqrstuvwxyz")}
     document = {"added_tokens": [], "model": {"type": "BPE", "vocab": vocab, "merges": []}, **parts}
-    data = json.dumps(document).encode()
-    return loaded("odd", data)
+    return loaded("odd", json.dumps(document).encode())
 
 
 def loaded(name: str, data: bytes) -> Tokenizer:
     """The tokenizer of a checkpoint that has only this tokenizer.json."""
     read = {"tokenizer.json": data}.get
     return Tokenizer(SimpleNamespace(name=name, read=read, additional_templates=list))
-
-
-@pytest.fixture(scope="module")
-def crumb() -> Tokenizer:
-    return Tokenizer(locate("crumb"))
-
-
-# ------------------------------------------------------------------------------------- refusals
 
 
 def test_a_panic_is_an_error_in_the_data(capfd: pytest.CaptureFixture) -> None:
@@ -84,9 +75,7 @@ def around(*pieces: dict, **special: dict) -> dict:
         ({"Sequence": {"id": "B", "type_id": 0}}, "puts in a second text where there is one", True),
     ],
 )
-def test_a_post_processor_without_its_token(
-    capfd: pytest.CaptureFixture, piece: dict, said: str, always: bool
-) -> None:
+def test_a_post_processor_without_its_token(capfd, piece: dict, said: str, always: bool) -> None:
     own = {"Sequence": {"id": "A", "type_id": 0}}
     for post in (around(piece, own), sequence(around(piece, own), name="processors")):
         tokenizer = made(post_processor=post)
@@ -108,26 +97,23 @@ def test_a_search_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
         tokenizer.encode(("a" * 18 + "b") * 40, add_special=False)
 
 
-@pytest.mark.parametrize("bad", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_no_panic(bad: type[BaseException]) -> None:
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_no_panic(kind: type[BaseException]) -> None:
     def act() -> None:
-        raise bad
+        raise kind
 
-    with pytest.raises(bad):
+    with pytest.raises(kind):
         library.call("cannot act", act)
 
 
 @pytest.mark.parametrize(
     ("section", "rules"),
-    [
-        ("normalizer", [replace("h", "h" * 1000)] * 3),
-        ("normalizer", [replace("", "h" * 100)]),
-        ("normalizer", [replace("(?=h)", "h" * 80, "Regex")]),
-        ("normalizer", [replace("h*", "h" * 64, "Regex")]),
-        ("normalizer", [{"type": "Prepend", "prepend": "h" * 3000}, replace("h", "h" * 50)]),
-        ("decoder", [replace("h", "h" * 1000)] * 3),
-    ],
-)
+    [("normalizer", [replace("h", "h" * 1000)] * 3), ("normalizer", [replace("", "h" * 100)]),
+     ("normalizer", [replace("(?=h)", "h" * 80, "Regex")]),
+     ("normalizer", [replace("h*", "h" * 64, "Regex")]),
+     ("normalizer", [{"type": "Prepend", "prepend": "h" * 3000}, replace("h", "h" * 50)]),
+     ("decoder", [replace("h", "h" * 1000)] * 3)],
+)  # fmt: skip
 def test_rules_that_make_a_text_endless(section: str, rules: list[dict]) -> None:
     name = "normalizers" if section == "normalizer" else "decoders"
     with pytest.raises(DataError, match=f"odd: broken tokenizer.json: its {section} makes a text"):
@@ -144,9 +130,7 @@ def test_usual_rules_are_taken() -> None:
     assert tokenizer.decode([0, 1, 0, 2]) == "a b"
 
 
-# --------------------------------------------------------------------------------------- pieces
-
-
+@cache
 def llama_data() -> bytes:
     """tokenizer.json of one that writes a blank before every text, and cuts nothing before it
     merges."""
@@ -162,33 +146,33 @@ def llama_data() -> bytes:
     return trained.to_str().encode()
 
 
-def llama_like() -> Tokenizer:
-    return loaded("llama", llama_data())
+CRUMB, LLAMA = Tokenizer(locate("crumb")), loaded("llama", llama_data())
+each_tokenizer = pytest.mark.parametrize("tokenizer", [CRUMB, LLAMA], ids=["crumb", "llama"])
 
 
-ALL = [Tokenizer(locate("crumb")), llama_like()]
-
-
-@pytest.mark.parametrize("tokenizer", ALL, ids=["crumb", "llama"])
+@each_tokenizer
 @given(text=TEXTS)
 def test_pieces_are_the_tokens_of_the_whole(tokenizer: Tokenizer, text: str) -> None:
+    """And no token stands for more characters than it says."""
+
     def encode(part: str) -> list[int]:
         return tokenizer.encode(part, add_special=False)
 
+    whole = encode(text)
     found = list(pieces.encode_pieces(encode, text, size=120))
-    assert [i for piece in found for i in piece] == encode(text)
+    assert [i for piece in found for i in piece] == whole
+    assert tokenizer.reach is not None and len(text) <= tokenizer.reach * len(whole)
 
 
-@pytest.mark.parametrize("tokenizer", ALL, ids=["crumb", "llama"])
-def test_a_long_text_is_read_in_pieces(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = STORY[:30_000]
-    whole = tokenizer.encode(text, add_special=True)
-    monkeypatch.setattr(pieces, "PIECE", 2000)
+@each_tokenizer
+def test_a_long_text_is_read_in_pieces(tokenizer: Tokenizer, monkeypatch) -> None:
+    text, line = STORY[:15_000], "ab" * 2500
+    whole, letters = tokenizer.encode(text, add_special=True), CRUMB.encode(line, add_special=True)
+    monkeypatch.setattr(pieces, "PIECE", 1000)
     assert tokenizer.encode(text, add_special=True) == whole
-    some = tokenizer.encode(text, add_special=True, most=500)
-    assert 500 < len(some) < len(whole) / 2 and some == whole[: len(some)]
+    some = tokenizer.encode(text, add_special=True, most=250)
+    assert 250 < len(some) < len(whole) / 2 and some == whole[: len(some)]
+    assert CRUMB.encode(line, add_special=True) == letters
 
 
 def test_specials_stand_around_all_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,47 +184,29 @@ def test_specials_stand_around_all_the_pieces(monkeypatch: pytest.MonkeyPatch) -
     assert tokenizer.encode("xyz" * 700, add_special=True) == [1, *[24, 25, 26] * 700, 2]
 
 
-def test_a_text_without_a_place_to_cut(crumb: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_without_a_place_to_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of blanks depend on both their ends. (Ten million of them make the library panic.)"""
     monkeypatch.setattr(pieces, "MOST", 1 << 10)
     monkeypatch.setattr(pieces, "PIECE", 1 << 8)
     for text in (" " * 4000, "a b " * 90 + " " * 4000):
         with pytest.raises(DataError, match="finds no place to cut"):
-            crumb.encode(text, add_special=False)
-
-
-@pytest.mark.parametrize("tokenizer", ALL, ids=["crumb", "llama"])
-@given(text=TEXTS)
-def test_no_token_reaches_further(tokenizer: Tokenizer, text: str) -> None:
-    assert tokenizer.reach is not None
-    assert len(text) <= tokenizer.reach * len(tokenizer.encode(text, add_special=False))
+            CRUMB.encode(text, add_special=False)
 
 
 @pytest.mark.parametrize(
     "parts",
-    [
-        {"pre_tokenizer": {"type": "Whitespace"}},
-        {"pre_tokenizer": {**CATASTROPHE, "behavior": "Removed"}},
-        {"normalizer": replace("a", "")},
-        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
-        {"normalizer": replace("a+", "a", "Regex")},
-        {},  # what it does not know is dropped
-    ],
-)
+    [{"pre_tokenizer": {"type": "Whitespace"}},
+     {"pre_tokenizer": {**CATASTROPHE, "behavior": "Removed"}}, {"normalizer": replace("a", "")},
+     {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+     {"normalizer": replace("a+", "a", "Regex")}, {}],  # what it does not know is dropped
+)  # fmt: skip
 def test_where_nothing_bounds_what_a_token_stands_for(parts: dict) -> None:
     assert made(**parts).reach is None
 
 
 def test_composed_characters_count() -> None:
     """Four characters become one: α with three marks."""
-    plain, document = llama_like(), json.loads(llama_data())
+    document = json.loads(llama_data())
     document["normalizer"] = sequence({"type": "NFC"}, document["normalizer"])
     composing = loaded("nfc", json.dumps(document).encode())
-    assert (composing.reach or 0) > 4 * ((plain.reach or 0) - 1)
-
-
-def test_a_long_line_of_one_letter(crumb: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "".join(islice(cycle("ab"), 5000))
-    whole = crumb.encode(text, add_special=False)
-    monkeypatch.setattr(pieces, "PIECE", 1000)
-    assert crumb.encode(text, add_special=False) == whole
+    assert (composing.reach or 0) > 4 * ((LLAMA.reach or 0) - 1)
