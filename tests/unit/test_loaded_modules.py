@@ -1,6 +1,4 @@
-"""What commands load: a start is paid for module by module. The modules of real executables are
-looked at, and no clock.
-"""
+"""Which modules executables import: their start is paid for module by module."""
 
 from __future__ import annotations
 
@@ -14,18 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from toastkit.commands import COMMANDS, program_name
-from toastkit.frames import (
-    Array,
-    End,
-    FrameReader,
-    Head,
-    Logits,
-    Token,
-    Tokens,
-    dumps,
-    pack_ids,
-)
+from tests.forked import executable
+from toastkit.commands import COMMANDS
+from toastkit.frames import Array, End, FrameReader, Head, Logits, Token, Tokens, dumps, pack_ids
 from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
 from toastkit.session.feed import FeedReader
@@ -48,98 +37,120 @@ GREEDY = ("-n", "2", "--temp", "0")
 HELP_MODULES = 200  # bare Python has about 30, click makes it 120
 
 RUN = """
-import atexit, json, os, sys
-module, report, *sys.argv = sys.argv[1:]
-atexit.register(lambda: open(report, "w").write(json.dumps(sorted(sys.modules))))
-from importlib import import_module
-import_module(module).main()
+import json, os, sys
+report, jobs = sys.argv[1:]
+found = []
+for script, arguments, *streams in json.loads(jobs):
+    for number, path in enumerate(streams):
+        file = os.open(path, os.O_RDWR)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    sys.argv = [script, *arguments]
+    try:
+        exec(open(script).read(), {"__name__": "__main__"})
+    except SystemExit as ended:
+        assert not ended.code, (script, ended.code)
+    found.append(sorted(sys.modules))
+json.dump(found, open(report, "w"))
 """
 
 
-def loaded(tmp_path: Path, name: str, *arguments: str, stdin: bytes = b"") -> tuple[set, bytes]:
-    """The modules that a command has imported when it ends, and what it wrote, into a file."""
-    module = f"toastkit.commands.{name.replace('-', '_')}"
-    report, written = tmp_path / "modules.json", tmp_path / "written"
-    with open(written, "wb") as out:
-        done = subprocess.run(
-            [sys.executable, "-c", RUN, module, str(report), program_name(name), *arguments],
-            input=stdin, stdout=out, stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+def loaded(tmp_path: Path, *jobs: tuple) -> list[tuple[set, bytes]]:
+    """Runs executables in one process, one after another: (name, arguments, stdin) of each. Of each
+    the modules that are there when it ends, of earlier ones too, and what it wrote, into a file."""
+    words = []
+    for number, (name, arguments, stdin) in enumerate(jobs):
+        source, written = tmp_path / f"in{number}", tmp_path / f"out{number}"
+        source.write_bytes(stdin)
+        written.write_bytes(b"")
+        words.append([executable(name), arguments, str(source), str(written)])
+    report = tmp_path / "modules.json"
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(report), json.dumps(words)], stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr.decode()
-    return set(json.loads(report.read_text())), written.read_bytes()
+    found = json.loads(report.read_text())
+    return [(set(modules), Path(job[3]).read_bytes()) for modules, job in zip(found, words)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_help_is_cheap(tmp_path: Path, name: str) -> None:
-    modules, out = loaded(tmp_path, name, "--help")
-    assert b"Usage: " in out and b"--version" in out
-    assert sorted(modules & HELP_FREE) == []
-    assert len(modules) <= HELP_MODULES
+def test_help_is_cheap(tmp_path: Path) -> None:
+    for modules, out in loaded(tmp_path, *((name, ["--help"], b"") for name in NAMES)):
+        assert b"Usage: " in out and b"--version" in out
+        assert sorted(modules & HELP_FREE) == []
+    assert len(modules) <= HELP_MODULES, "of all of them"
 
 
-def stream(arrays: bool) -> bytes:
-    """A run with or without logits, of the embedded model's tokenizer."""
+def stream(arrays: bool | None) -> bytes:
+    """A run with or without logits, of the embedded model's tokenizer. None: a prompt alone."""
     vocab = 4096
     head = Head("crumb", fingerprint(locate("crumb")), vocab, [2])
     logits = Array("float32", (vocab,), struct.pack(f"<{vocab}f", *range(vocab)))
-    steps = [Logits(1, logits)] if arrays else [Token(1, 723, -0.5)]
-    return b"".join(map(dumps, [head, Tokens(pack_ids([1])), *steps, End("eos", 1)]))
+    steps = [Logits(1, logits) if arrays else Token(1, 723, -0.5), End("eos", 1)]
+    return b"".join(
+        map(dumps, [head, Tokens(pack_ids([1])), *(steps if arrays is not None else [])])
+    )
 
 
+# What may not be imported, and jobs: each list is of one process, in the order of what is allowed.
 JOBS = [
-    ("tokenize", ["Hello"], None, PROMPT_FREE),
-    ("tokenize", ["--count", "Hello"], None, PROMPT_FREE),
-    ("tokenize", ["--template-only", "Hello"], None, PROMPT_FREE),
-    ("detokenize", [], False, PROMPT_FREE),
-    ("detokenize", ["--frames", "--stop", "x"], False, PROMPT_FREE),
-    ("frames", [], False, PROMPT_FREE),
-    ("frames", ["--json"], False, PROMPT_FREE),
-    ("frames", ["--json", "--arrays", "none"], True, PROMPT_FREE),
-    ("frames", ["--stat"], True, PROMPT_FREE),
-    ("frames", ["--validate"], True, PROMPT_FREE),
-    ("frames", ["--slice", "1:2"], True, PROMPT_FREE),
-    ("frames", ["--json"], True, ENGINES),
-    ("entropy-gear", [], True, ENGINES),
-    ("sample", ["--temp", "0.8", "--top-p", "0.9", "--xtc-probability", "1"], True, ENGINES),
-    ("feed", ["--ignore-eos"], False, PROMPT_FREE),
-    ("decode", [*GREEDY, "--raw", "Hello"], None, ANSWER_FREE),
-    ("decode", [*GREEDY, "Hello"], None, ANSWER_FREE - {"jinja2", "shutil"}),
+    [
+        (PROMPT_FREE, "tokenize", ["Hello"], None),
+        (PROMPT_FREE, "tokenize", ["--count", "Hello"], None),
+        (PROMPT_FREE, "tokenize", ["--template-only", "Hello"], None),
+        (PROMPT_FREE, "detokenize", [], False),
+        (PROMPT_FREE, "detokenize", ["--frames", "--stop", "x"], False),
+        (PROMPT_FREE, "frames", [], False),
+        (PROMPT_FREE, "frames", ["--json"], False),
+        (PROMPT_FREE, "frames", ["--json", "--arrays", "none"], True),
+        (PROMPT_FREE, "frames", ["--stat"], True),
+        (PROMPT_FREE, "frames", ["--validate"], True),
+        (PROMPT_FREE, "frames", ["--slice", "1:2"], True),
+        (PROMPT_FREE, "feed", ["--ignore-eos", "--run", "."], False),
+        (PROMPT_FREE, "feed", ["--run", ".", "--end", "5", "6"], None),
+        (ENGINES, "frames", ["--json"], True),
+        (ENGINES, "entropy-gear", [], True),
+        (ENGINES, "sample", ["--temp", "0.8", "--top-p", "0.9", "--xtc-probability", "1"], True),
+    ],
+    [
+        (ANSWER_FREE, "decode", [*GREEDY, "--raw", "Hello"], None),
+        (ANSWER_FREE - {"jinja2", "shutil"}, "decode", [*GREEDY, "Hello"], None),
+    ],
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "arrays", "free"), JOBS, ids=[" ".join([j[0], *j[1]]) for j in JOBS]
-)
-def test_jobs_that_need_no_weights(
-    run: Path, name: str, arguments: list, arrays: bool | None, free: set
-) -> None:
-    stdin = b"" if arrays is None else stream(arrays)
-    if name == "feed":
-        reader = FeedReader(run / "feed")
-        arguments = [*arguments, "--run", str(run)]
-    modules, out = loaded(run, name, *arguments, stdin=stdin)
-    assert out, "the job did nothing"
-    assert sorted(modules & free) == []
-    if name == "feed":
-        assert [message.id for message in reader.read_available()] == [723, None]
-        reader.close()
+def test_libraries_that_need_no_engine() -> None:
+    code = """if True:
+        import sys
+        import toastkit.gears.cost, toastkit.gears.monitor, toastkit.model.library
+        from toastkit.model.info import summary
+        from toastkit.model.locate import locate
+        summary(locate("crumb"))
+        toastkit.gears.cost.whole_speedup(0.5, 4)
+        assert not {"mlx", "numpy", "huggingface_hub"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("jobs", JOBS, ids=["streams", "decode"])
+def test_jobs_that_need_no_weights(run: Path, monkeypatch: pytest.MonkeyPatch, jobs: list) -> None:
+    monkeypatch.chdir(run)
+    reader = FeedReader(run / "feed")
+    given = [(n, a, b"" if arrays is None else stream(arrays)) for _, n, a, arrays in jobs]
+    for (free, *job), (modules, out) in zip(jobs, loaded(run, *given), strict=True):
+        assert out or "--end" in job[1], f"{job} did nothing"
+        assert (job, sorted(modules & free)) == (job, [])
+    if jobs is JOBS[0]:
+        assert [message.id for message in reader.read_available()] == [723, None, 5, 6]
+    reader.close()
 
 
 def test_the_stages_before_the_sampler_import_no_numpy(tmp_path: Path) -> None:
-    free = STEP_FREE - {"toastkit.session.directory"}
     session = ["--session", str(tmp_path / "session")]
-    _, tokens = loaded(tmp_path, "tokenize", "Hello")
-    modules, prefilled = loaded(tmp_path, "prefill", *session, stdin=tokens)
+    ((modules, prefilled),) = loaded(tmp_path, ("prefill", session, stream(None)))
+    free = STEP_FREE - {"toastkit.session.directory"}
     assert sorted(modules & free) == []
-    modules, out = loaded(tmp_path, "decode", "--steps", "1", stdin=prefilled)
+    ((modules, out),) = loaded(tmp_path, ("decode", ["--steps", "1"], prefilled))
     assert [type(frame) for frame in FrameReader(BytesIO(out))][-2:] == [Logits, End]
     assert sorted(modules & free) == []
-
-
-def test_feeding_ids_imports_nothing_heavy(run: Path) -> None:
-    reader = FeedReader(run / "feed")
-    modules, _ = loaded(run, "feed", "--run", str(run), "--end", "5", "6")
-    assert [(m.id, m.end) for m in reader.read_available()] == [(5, False), (6, True)]
-    assert sorted(modules & PROMPT_FREE) == []
-    reader.close()

@@ -12,29 +12,19 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgpack
-import pytest
 
 from tests.unit.mdoc import MAN, Page, fields, literal_blocks
 from toastkit import arrays, frames
 from toastkit.frames import Array, Reference, unpack_extension
-from toastkit.session import (
-    commit,
-    extents,
-    gear_state,
-    header,
-    layout,
-    lock,
-    names,
-    ring,
-    run,
-    upkeep,
-)
+from toastkit.model import toast_format as file
+from toastkit.session import commit, extents, gear_state, header, layout, lock, names, ring, run
 from toastkit.session.feed import MAX_MESSAGE_BYTES, FeedMessage
+from toastkit.session.upkeep import CACHE_FILE, LOGITS_FILE, TOKENS_FILE
+from toastkit.store.precision import GEAR_BITS
+from toastkit.store.writer import LAYOUT_KEY
 
 FRAMES = Page(MAN / "man5" / "toast-frames.5")
 SESSION = Page(MAN / "man5" / "toast-session.5")
-
-# -------------------------------------------------------------------------------------- frames
 
 
 def wire_type(hint: Any) -> str:
@@ -64,13 +54,10 @@ def field_types(cls: type) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("kind", frames.KINDS)
-def test_fields_of_a_frame(kind: str) -> None:
-    assert fields(FRAMES.part("KINDS", kind)) == field_types(frames.KINDS[kind])
-
-
-def test_kinds_of_frames() -> None:
+def test_fields_of_the_frames() -> None:
     assert re.findall(r"^\.Ss (.+)$", FRAMES.part("KINDS"), re.MULTILINE) == list(frames.KINDS)
+    for kind, cls in frames.KINDS.items():
+        assert fields(FRAMES.part("KINDS", kind)) == field_types(cls)
 
 
 def dumped(source: str) -> list[bytes]:
@@ -116,9 +103,6 @@ def test_ring_as_described(tmp_path: Path) -> None:
     assert len(data) == 64 + slots * stride
 
 
-# ------------------------------------------------------------------------------------- session
-
-
 def written_header() -> dict[str, dict]:
     """The maps of a real session.msgpack, by the subsection that describes them."""
     tensor = layout.Tensor("keys", "float32", (1, 1, 2, 4), 2, [layout.Range(0, 32, 7)])
@@ -135,15 +119,12 @@ def written_header() -> dict[str, dict]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "part", ["Envelope", "Body", "Tokens", "Logits", "Layer", "Savepoint", "Tensor"]
-)
-def test_fields_of_the_header(part: str) -> None:
-    written = written_header()[part]
-    described = fields(SESSION.part("THE HEADER", part))
-    assert list(described) == list(written)
-    for name, value in written.items():
-        assert wire_type(type(value)) == described[name].removesuffix(" or nil"), name
+def test_fields_of_the_header() -> None:
+    for part, written in written_header().items():
+        described = fields(SESSION.part("THE HEADER", part))
+        assert list(described) == list(written)
+        for name, value in written.items():
+            assert wire_type(type(value)) == described[name].removesuffix(" or nil"), name
 
 
 def test_kinds_of_layers() -> None:
@@ -165,21 +146,19 @@ def test_files_of_a_session() -> None:
     found = re.findall(r"^\.It Pa (\S+)$", SESSION.part("FILES"), re.MULTILINE)
     inside = (run.FEED_FILE, run.RING_FILE, run.HANDOVER_FILE, run.ALIVE_FILE)
     assert found == [
-        names.HEADER_FILE, upkeep.TOKENS_FILE, upkeep.CACHE_FILE, upkeep.LOGITS_FILE,
-        lock.LOCK_FILE, f"{names.HEADER_FILE}.tmp", gear_state.GEAR_FILE, "runs/ID/",
+        names.HEADER_FILE, TOKENS_FILE, CACHE_FILE, LOGITS_FILE, lock.LOCK_FILE,
+        f"{names.HEADER_FILE}.tmp", gear_state.GEAR_FILE, "runs/ID/",
         *(f"runs/ID/{f}" for f in inside),
     ]  # fmt: skip
 
 
-def phrases() -> list[tuple[Page, str]]:
-    """Numbers of the code, in the sentences that give them."""
+def test_numbers() -> None:
     slots = inspect.signature(ring.RingWriter).parameters["slots"].default
-    words = {8: "eight"}
-    return [
+    for page, phrase in (
         (FRAMES, f"version {frames.SCHEMA_VERSION} of the schema"),
         (FRAMES, f"a frame of more than {frames.MAX_FRAME_BYTES >> 20} MiB"),
         (FRAMES, f"more than {frames.MAX_NESTING} deep"),
-        (FRAMES, f"{words[slots]} steps later"),
+        (FRAMES, f"{ {8: 'eight'}[slots] } steps later"),
         (FRAMES, f"at most {MAX_MESSAGE_BYTES} bytes"),
         (SESSION, f"schema {layout.SCHEMA_VERSION}"),
         (SESSION, f"at most {header.MAX_HEADER_BYTES >> 20} MiB"),
@@ -188,40 +167,24 @@ def phrases() -> list[tuple[Page, str]]:
         (SESSION, f"There are {commit.MAX_SLICES} slices at most"),
         (SESSION, f"at most {names.MAX_NAME_BYTES} bytes"),
         (SESSION, ", ".join(list(layout.ITEM_BYTES)[:-1])),
-    ]
-
-
-@pytest.mark.parametrize("page, phrase", phrases(), ids=lambda value: getattr(value, "name", None))
-def test_numbers(page: Page, phrase: str) -> None:
-    assert phrase in page.words()
-
-
-# ----------------------------------------------------------------------------------------- files
+    ):
+        assert phrase in page.words(), phrase
 
 
 def test_the_page_of_the_file_has_its_names_and_numbers() -> None:
-    from toastkit.model import toast_format as names
-    from toastkit.store.precision import GEAR_BITS
-    from toastkit.store.writer import LAYOUT_KEY
-
     text = (MAN / "man5" / "toast-file.5").read_text()
-    prefixes = names.FILE_PREFIX, names.PAD_PREFIX, names.GEAR_PREFIX, names.EXPERTS_PREFIX
-    for prefix in prefixes:
-        assert f".It Li {prefix}" in text
-    for key in (
-        names.VERSION_KEY, names.LAYERS_KEY, names.EXPERTS_KEY, names.CHECKSUMS_KEY, LAYOUT_KEY,
+    gears = [rf"\.Li {gear}\nhas {bits}\b" for gear, bits in GEAR_BITS.items()]
+    assert all(re.search(gear, text) for gear in gears)
+    prefixes = file.FILE_PREFIX, file.PAD_PREFIX, file.GEAR_PREFIX, file.EXPERTS_PREFIX
+    keys = file.VERSION_KEY, file.LAYERS_KEY, file.EXPERTS_KEY, file.CHECKSUMS_KEY, LAYOUT_KEY
+    groups = file.FILES_GROUP, file.OUTSIDE_GROUP, file.LAYER_GROUP.format(0)
+    for said in (
+        *(f".It Li {prefix}" for prefix in prefixes), *(f".It Li {key}\n" for key in keys),
+        *(f"Li {group}" for group in groups),
+        *(f".Pa {name}" for name in (file.OUTSIDE_FILE, file.LAYER_FILE.format(0))),
+        f"at a multiple of {file.PAGE} bytes, every other tensor at one of {file.ITEM_ALIGNMENT}.",
+        f"{file.DIGEST_BYTES} bytes long", f"version {file.VERSION},",
+        f"version {file.EXPERT_MAJOR_VERSION}, which",
+        f"at a multiple of {file.ITEM_ALIGNMENT} bytes from",
     ):  # fmt: skip
-        assert f".It Li {key}\n" in text
-    for group in (names.FILES_GROUP, names.OUTSIDE_GROUP, names.LAYER_GROUP.format(0)):
-        assert f"Li {group}" in text
-    assert (
-        f"at a multiple of {names.PAGE} bytes, every other tensor at one of {names.ITEM_ALIGNMENT}."
-        in text
-    )
-    assert f"{names.DIGEST_BYTES} bytes long" in text and f"version {names.VERSION}," in text
-    assert f"version {names.EXPERT_MAJOR_VERSION}, which" in text
-    assert f"at a multiple of {names.ITEM_ALIGNMENT} bytes from" in text
-    for gear, bits in GEAR_BITS.items():
-        assert re.search(rf"\.Li {gear}\nhas {bits}\b", text)
-    for file in (names.OUTSIDE_FILE, names.LAYER_FILE.format(0)):
-        assert f".Pa {file}" in text
+        assert said in text, said

@@ -18,16 +18,11 @@ FRAMES = Page(MAN / "man5" / "toast-frames.5")
 c = calibration
 
 
-def ordinal(percent: int) -> str:
-    return f"{percent}th percentile"
-
-
-def phrases() -> list[str]:
-    """Numbers of the code, in the sentences that give them."""
+def test_numbers_of_the_rules() -> None:
     options = selector.SelectorOptions()
     score = (classifier.MATH_WEIGHT, classifier.CODE_WEIGHT, classifier.LENGTH_WEIGHT)
     assert (monitor.CATASTROPHIC, options.monitor.lookahead) == (0.9, 2)
-    return [
+    for phrase in (
         "over nine tenths of the greatest possible one",
         "would ask for in two steps",
         f"for a vocabulary of {options.monitor.reference_vocab:,}",
@@ -40,21 +35,17 @@ def phrases() -> list[str]:
         f"From {classifier.HIGH_SCORE:g} on the run begins in high gear, "
         f"from {classifier.MID_SCORE:g} on in mid",
         f"Of the positive entropies, {c.LEAST_SAMPLES} at least, "
-        f"low is the {ordinal(c.LOW_PERCENT)} and high the {c.HIGH_PERCENT}th",
+        f"low is the {c.LOW_PERCENT}th percentile and high the {c.HIGH_PERCENT}th",
         f"less than {c.PREFILL_BAND:g} bits apart",
         f"capped at {c.LOW_CAP:g} times log2 of the vocabulary, high at {c.HIGH_CAP:g} times",
         f"at least {c.LEAST_LOW:g} bits; high is {c.HIGH_BY_MEDIAN:g} times low, "
         f"and at least {c.PROMPTS_BAND:g} bits above",
-        f"Low is the {ordinal(c.EASY_PERCENT)} of the entropies in the answers to the easy "
+        f"Low is the {c.EASY_PERCENT}th percentile of the entropies in the answers to the easy "
         f"prompts, high the {c.HARD_PERCENT}th",
         f"They are at least {c.FILE_BAND:g} bits apart",
         f"the likeliest tokens, {ANSWER_TOKENS} at most",
-    ]
-
-
-@pytest.mark.parametrize("phrase", phrases())
-def test_numbers_of_the_rules(phrase: str) -> None:
-    assert phrase in GEAR.words()
+    ):
+        assert phrase in GEAR.words(), phrase
 
 
 def test_words_of_calibrate() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_without_a_hash_the_header_counts(tmp_path: Path) -> None:
 
 def test_a_download_that_goes_round_in_a_circle_stands_still() -> None:
     gave_up = threading.Event()
-    watch = _Watch(0.2, gave_up.set)
+    watch = _Watch(0.1, gave_up.set)
     with watch:
         while not gave_up.wait(0.01):
             watch.add(100)
@@ -75,9 +76,6 @@ def test_a_download_that_goes_round_in_a_circle_stands_still() -> None:
     with watch:
         watch.add(1)
     assert not patient.is_set()
-
-
-# ------------------------------------------------------------------- what the library is asked for
 
 
 @pytest.fixture
@@ -132,13 +130,16 @@ def test_only_what_is_needed_is_asked_for_and_the_config_last(tmp_path: Path, li
 @pytest.mark.parametrize(
     ("missing", "kind", "said"),
     [("model.safetensors", NoInputError, "no model.*safetensors"),
-     ("config.json", DataError, "no config.json")],
+     ("config.json", DataError, "no config.json"), (".", DataError, "org/name is not a model")],
 )  # fmt: skip
 def test_a_repository_that_is_no_model(
     tmp_path: Path, library, missing: str, kind: type[ToastError], said: str
 ) -> None:
     path = checkpoint(tmp_path / "c1")
-    (path / missing).unlink()
+    if missing == ".":
+        shutil.rmtree(path)
+    else:
+        (path / missing).unlink()
     library.snapshot_download = lambda hub_id, **settings: str(path)
     with pytest.raises(kind, match=said):
         fetch("org/name", "", never)
@@ -149,20 +150,18 @@ ConnectError, ReadTimeout = (type(n, (Exception,), {}) for n in ("ConnectError",
 
 @pytest.mark.parametrize(
     ("raised", "kind", "said"),
-    [
-        ("GatedRepoError", UnavailableError, "its licence has to be accepted first"),
-        ("RevisionNotFoundError", NoInputError, "no such revision on the hub: org/name at v1"),
-        ("RepositoryNotFoundError", NoInputError, "no such model on the hub: org/name"),
-        (ConnectError("x"), UnavailableError, "the hub cannot be reached"),
-        (ReadTimeout("x"), UnavailableError, "the hub stopped answering"),
-        (OSError(28, "No space left on device"), IOFailure, "no space left on device"),
-        (OSError(13, "Permission denied", "f"), CannotCreateError, "permission denied"),
-        (ValueError("first line.\nsecond"), UnavailableError, "cannot fetch org/name: first line"),
-        (ValueError(""), UnavailableError, "cannot fetch org/name: ValueError"),
-        (ImportError("no x"), UnavailableError, "huggingface_hub is broken: no x"),
-    ],
-)
-def test_what_goes_wrong(library, raised, kind: type[ToastError], said: str) -> None:
+    [("GatedRepoError", UnavailableError, "its licence has to be accepted first"),
+     ("RevisionNotFoundError", NoInputError, "no such revision on the hub: org/name at v1"),
+     ("RepositoryNotFoundError", NoInputError, "no such model on the hub: org/name"),
+     (ConnectError("x"), UnavailableError, "the hub cannot be reached"),
+     (ReadTimeout("x"), UnavailableError, "the hub stopped answering"),
+     (OSError(28, "No space left on device"), IOFailure, "no space left on device"),
+     (OSError(13, "Permission denied", "f"), CannotCreateError, "permission denied"),
+     (ValueError("first line.\nsecond"), UnavailableError, "cannot fetch org/name: first line"),
+     (ValueError(""), UnavailableError, "cannot fetch org/name: ValueError"),
+     (ImportError("no x"), UnavailableError, "huggingface_hub is broken: no x")],
+)  # fmt: skip
+def test_errors_of_the_hub(library, raised, kind: type[ToastError], said: str) -> None:
     error = getattr(library.errors, raised)("x") if isinstance(raised, str) else raised
     told = what_failed("org/name", "v1", error)
     assert type(told) is kind and said in told.message
@@ -173,6 +172,10 @@ def test_a_cause_behind_others_is_found(library) -> None:
     error = RuntimeError("a paragraph\nof advice")
     error.__cause__ = ConnectError("refused")
     assert "the hub cannot be reached" in what_failed("org/name", "", error).message
+    with pytest.raises(ValueError) as caught:
+        json.loads("<html>")
+    told = what_failed("org/name", "", caught.value)
+    assert told.message == "cannot fetch org/name: what came is not from a hub"
 
 
 @pytest.mark.parametrize(
@@ -190,16 +193,3 @@ def test_the_status_of_an_answer_is_told(library, status: int, said: str, hint: 
     assert type(told) is UnavailableError
     assert told.message == f"cannot fetch org/name: the hub answered {said}"
     assert hint in told.hint if hint and told.hint else told.hint is hint
-
-
-def test_an_answer_that_is_not_a_hubs(library) -> None:
-    with pytest.raises(ValueError) as caught:
-        json.loads("<html>")
-    told = what_failed("org/name", "", caught.value)
-    assert told.message == "cannot fetch org/name: what came is not from a hub"
-
-
-def test_a_repository_without_a_file_that_is_wanted(tmp_path: Path, library) -> None:
-    library.snapshot_download = lambda hub_id, **settings: str(tmp_path / "never made")
-    with pytest.raises(DataError, match="org/name is not a model"):
-        fetch("org/name", "", never)

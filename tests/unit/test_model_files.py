@@ -1,4 +1,4 @@
-"""Where a checkpoint is found, what it says of itself, and what it may not make us do."""
+"""Where a checkpoint is found, its configuration, and attacks by way of it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 
 from toastkit.errors import DataError, NoInputError, UnavailableError
-from toastkit.model.config import (
-    fingerprint,
-    load_config,
-    sampling_defaults,
-)
+from toastkit.model.config import fingerprint, load_config, sampling_defaults
 from toastkit.model.files import MOST_TEMPLATES, TEMPLATES_FOLDER, ModelFiles
 from toastkit.model.hub import hub_cache
 from toastkit.model.locate import CRUMB, find, for_stream, locate
@@ -79,14 +75,9 @@ def test_what_is_no_model(tmp_path: Path) -> None:
         assert name in caught.value.message and "\n" not in caught.value.message
     with pytest.raises(DataError, match="not a safetensors file"):
         locate(str(tmp_path / "file"))
-
-
-@pytest.mark.parametrize(
-    "name", ["x" * 5000, "crum", "", "a/b/c", "../x/y/z", "org/..", "-x/y", "a\0b", "a\nb"]
-)
-def test_names_that_mean_nothing(name: str) -> None:
-    with pytest.raises(NoInputError):
-        locate(name)
+    for name in ("x" * 5000, "crum", "", "a/b/c", "../x/y/z", "org/..", "-x/y", "a\0b", "a\nb"):
+        with pytest.raises(NoInputError):
+            locate(name)
 
 
 # -------------------------------------------------------------------------------------------- hub
@@ -110,12 +101,10 @@ def cached(hub: Path, revision: str = "abc123", **files) -> Path:
 
 
 def test_a_cached_hub_id_needs_no_network(hub: Path) -> None:
+    """A sharded snapshot has to be whole."""
     snapshot = cached(hub)
     assert locate("org/name").path == find("org/name").path == snapshot
     assert locate("org/name").name == "org/name"
-
-
-def test_a_sharded_snapshot_must_be_whole(hub: Path) -> None:
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     snapshot = cached(hub, **{"model.safetensors.index.json": index})
     (snapshot / "model.safetensors").unlink()
@@ -126,28 +115,18 @@ def test_a_sharded_snapshot_must_be_whole(hub: Path) -> None:
     assert find("org/name").path == snapshot
 
 
-@pytest.mark.parametrize(
-    "index", [b"{", b"[]", b'{"weight_map": 1}', b'{"weight_map": {"a": 5}}', b"[" * 100_000]
-)
-def test_a_broken_index_is_no_snapshot(hub: Path, index: bytes) -> None:
-    cached(hub, **{"model.safetensors.index.json": index})
-    with pytest.raises(NoInputError):
-        find("org/name")
-
-
-@pytest.mark.parametrize("revision", ["../../../x", "", "a b", "x" * 5000, ".."])
-def test_an_odd_revision_is_no_snapshot(hub: Path, revision: str) -> None:
+def test_a_broken_index_and_an_odd_revision_are_no_snapshot(hub: Path) -> None:
     cached(hub)
     checkpoint(hub.parent / "x")
-    (hub / "models--org--name" / "refs" / "main").write_text(revision)
-    with pytest.raises(NoInputError):
-        find("org/name")
-
-
-def test_offline_means_offline(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(NoInputError, match="not in the cache, and HF_HUB_OFFLINE"):
-        locate("org/name")
+    for revision in ("../../../x", "", "a b", "x" * 5000, ".."):
+        (hub / "models--org--name" / "refs" / "main").write_text(revision)
+        with pytest.raises(NoInputError):
+            find("org/name")
+    broken = (b"{", b"[]", b'{"weight_map": 1}', b'{"weight_map": {"a": 5}}', b"[" * 100_000)
+    for index in broken:
+        cached(hub, **{"model.safetensors.index.json": index})
+        with pytest.raises(NoInputError):
+            find("org/name")
 
 
 def test_the_network_is_asked_last(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,14 +134,21 @@ def test_the_network_is_asked_last(hub: Path, monkeypatch: pytest.MonkeyPatch) -
         locate("org/name")
     with pytest.raises(NoInputError, match="no such model here"):
         find("org/name")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(NoInputError, match="not in the cache, and HF_HUB_OFFLINE"):
+        locate("org/name")
 
 
 # ------------------------------------------------------------------------------ named by a stream
 
 
-def test_a_stream_may_name_what_is_here(
-    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_may_name_what_is_here(hub: Path, tmp_path: Path, monkeypatch) -> None:
+    """It fetches nothing."""
+    with pytest.raises(NoInputError, match="no such model here: org/name") as caught:
+        for_stream(None, "org/name", "ab" * 16)
+    assert caught.value.hint == "toast-model pull org/name"
+    with pytest.raises(UnavailableError):  # the fixture's network is asked for what -m names
+        for_stream("org/name", "crumb", "ab" * 16)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     mine = checkpoint(tmp_path / "data" / "toastkit" / "models" / "mine")
     made = fingerprint(ModelFiles(mine, "mine"))
@@ -175,17 +161,7 @@ def test_a_stream_may_name_what_is_here(
             for_stream(chosen, name, "ab" * 16)
 
 
-def test_a_stream_fetches_nothing(hub: Path, tmp_path: Path) -> None:
-    with pytest.raises(NoInputError, match="no such model here: org/name") as caught:
-        for_stream(None, "org/name", "ab" * 16)
-    assert caught.value.hint == "toast-model pull org/name"
-    with pytest.raises(UnavailableError):  # the fixture's network is asked for what -m names
-        for_stream("org/name", "crumb", "ab" * 16)
-
-
-def test_a_stream_names_no_path_from_here(
-    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_names_no_path_from_here(hub: Path, tmp_path: Path, monkeypatch) -> None:
     made = fingerprint(ModelFiles(checkpoint(tmp_path / "org" / "name"), "m"))
     os.mkfifo(tmp_path / "fifo")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -203,14 +179,13 @@ def test_a_stream_names_no_path_from_here(
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert hub_cache() == tmp_path / ".cache" / "huggingface" / "hub"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
-    assert hub_cache() == tmp_path / "c" / "huggingface" / "hub"
-    monkeypatch.setenv("HF_HOME", "~/h")
-    assert hub_cache() == tmp_path / "h" / "hub"
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "direct"))
-    assert hub_cache() == tmp_path / "direct"
+    for name, value, place in (
+        ("HOME", str(tmp_path), ".cache/huggingface/hub"),
+        ("XDG_CACHE_HOME", str(tmp_path / "c"), "c/huggingface/hub"), ("HF_HOME", "~/h", "h/hub"),
+        ("HF_HUB_CACHE", str(tmp_path / "direct"), "direct"),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)  # each goes before those above it
+        assert hub_cache() == tmp_path / place
 
 
 # ------------------------------------------------------------------------------------------ config
@@ -220,8 +195,15 @@ def test_a_config(tmp_path: Path) -> None:
     config = load_config(files_with(tmp_path))
     assert (config.model_type, config.vocab, config.context) == ("llama", 16, 32)
     nested = {"model_type": "gemma3", "text_config": {"vocab_size": 9}}
-    config = load_config(files_with(tmp_path, **{"config.json": nested}))
+    files = files_with(tmp_path, **{"config.json": nested})
+    config = load_config(files)
     assert (config.vocab, config.context) == (9, None)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(DataError, match="no config.json"):
+        load_config(files)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(DataError, match="config.json is not a regular file"):
+        load_config(files)
 
 
 def test_floats_that_json_lacks(tmp_path: Path) -> None:
@@ -235,13 +217,10 @@ def test_floats_that_json_lacks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "said"),
-    [
-        ('"rope_theta": NaN', "rope_theta is nan"),
-        ('"rope_theta": 1e999', "rope_theta is inf"),
-        ('"text_config": {"rope_parameters": {"a": [0.5, -Infinity]}}',
-         "text_config.rope_parameters.a is -inf"),
-        ('"time_step_limit": [0.0, NaN]', "time_step_limit is nan"),
-    ],
+    [('"rope_theta": NaN', "rope_theta is nan"), ('"rope_theta": 1e999', "rope_theta is inf"),
+     ('"text_config": {"rope_parameters": {"a": [0.5, -Infinity]}}',
+      "text_config.rope_parameters.a is -inf"),
+     ('"time_step_limit": [0.0, NaN]', "time_step_limit is nan")],
 )  # fmt: skip
 def test_numbers_that_are_not_finite(tmp_path: Path, fields: str, said: str) -> None:
     content = f'{{"model_type": "llama", "vocab_size": 9, {fields}}}'.encode()
@@ -264,16 +243,6 @@ def test_a_broken_config(tmp_path: Path, content: bytes | dict) -> None:
     with pytest.raises(DataError) as caught:
         load_config(files_with(tmp_path, **{"config.json": content}))
     assert caught.value.message.startswith("m: ") and "\n" not in caught.value.message
-
-
-def test_a_config_that_cannot_be_read(tmp_path: Path) -> None:
-    files = files_with(tmp_path)
-    (tmp_path / "config.json").unlink()
-    with pytest.raises(DataError, match="no config.json"):
-        load_config(files)
-    (tmp_path / "config.json").mkdir()
-    with pytest.raises(DataError, match="config.json is not a regular file"):
-        load_config(files)
 
 
 def test_weights_may_be_missing(tmp_path: Path) -> None:
@@ -318,23 +287,20 @@ def test_templates_that_lead_out_of_their_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("names", "missing"),
-    [
-        (("model-00001-of-00003", "model-00003-of-00003"), "model-00002-of-00003"),
-        (("model-00002-of-00002", "model"), "model-00001-of-00002"),
-        (("model-1-of-10", "model-2-of-10"), "model-3-of-10"),
-        (("model-1-of-999999999",), "model-2-of-999999999"),
-        (("model-1-of-1", "model.b-1-of-2"), "model.b-2-of-2"),
-        (("model-00001-of-00002", "model-00002-of-00002"), None),
-        (("model-1-of-1", "model-of-2"), None),
-    ],
-)
-def test_shards_that_number_themselves(tmp_path: Path, names: tuple, missing: str | None) -> None:
+    [("model-00001-of-00003 model-00003-of-00003", "model-00002-of-00003"),
+     ("model-00002-of-00002 model", "model-00001-of-00002"),
+     ("model-1-of-10 model-2-of-10", "model-3-of-10"),
+     ("model-1-of-999999999", "model-2-of-999999999"),
+     ("model-1-of-1 model.b-1-of-2", "model.b-2-of-2"),
+     ("model-00001-of-00002 model-00002-of-00002", None), ("model-1-of-1 model-of-2", None)],
+)  # fmt: skip
+def test_shards_that_number_themselves(tmp_path: Path, names: str, missing: str | None) -> None:
     (tmp_path / "config.json").touch()
-    for name in names:
+    for name in names.split():
         (tmp_path / f"{name}.safetensors").touch()
     files = ModelFiles(tmp_path, "m")
     if missing is None:
-        assert len(files.weight_files()) == len(names)
+        assert len(files.weight_files()) == len(names.split())
         return
     with pytest.raises(NoInputError, match=f"^m: {missing}.safetensors is missing$"):
         files.weight_files()
@@ -342,19 +308,12 @@ def test_shards_that_number_themselves(tmp_path: Path, names: tuple, missing: st
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [
-        (None, {}),
-        ({"temperature": 0.6}, {}),
-        ({"do_sample": False, "temperature": 0.6}, {}),
-        ({"do_sample": "yes", "temperature": 0.6}, {}),
-        ({"do_sample": True}, {"temperature": 1.0}),
-        (
-            {"do_sample": True, "temperature": 0.6, "top_k": 20.0, "top_p": 1, "min_p": None,
-             "typical_p": True, "repetition_penalty": "1.1", "max_length": 3},
-            {"temperature": 0.6, "top_k": 20, "top_p": 1.0},
-        ),
-        ({"do_sample": True, "top_k": -1}, {"temperature": 1.0, "top_k": 0}),
-    ],
+    [(None, {}), ({"temperature": 0.6}, {}), ({"do_sample": False, "temperature": 0.6}, {}),
+     ({"do_sample": "yes", "temperature": 0.6}, {}), ({"do_sample": True}, {"temperature": 1.0}),
+     ({"do_sample": True, "temperature": 0.6, "top_k": 20.0, "top_p": 1, "min_p": None,
+       "typical_p": True, "repetition_penalty": "1.1", "max_length": 3},
+      {"temperature": 0.6, "top_k": 20, "top_p": 1.0}),
+     ({"do_sample": True, "top_k": -1}, {"temperature": 1.0, "top_k": 0})],
 )  # fmt: skip
 def test_sampling_defaults(tmp_path: Path, content: dict | None, expected: dict) -> None:
     files = {} if content is None else {"generation_config.json": content}
@@ -362,26 +321,18 @@ def test_sampling_defaults(tmp_path: Path, content: dict | None, expected: dict)
     assert found == expected and type(found.get("top_k", 0)) is int
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "9" * 400, "9" * 5000])
-def test_sampling_defaults_that_are_no_numbers(tmp_path: Path, value: str) -> None:
-    content = f'{{"do_sample": true, "top_k": {value}}}'.encode()
-    with pytest.raises(DataError):
-        sampling_defaults(files_with(tmp_path, **{"generation_config.json": content}))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
+def test_sampling_defaults_out_of_their_range(tmp_path: Path) -> None:
+    """The checkpoint is broken, not the command line."""
+    for name, value, said in (
         ("top_p", 1.5, "top-p: 1.5 is not in [0, 1]"),
         ("temperature", -1, "temperature: -1.0 is not in [0, 1e+06]"),
         ("repetition_penalty", 0, "repetition-penalty: 0.0 is not in [1e-06, 1e+06]"),
-    ],
-)
-def test_sampling_defaults_out_of_their_range(
-    tmp_path: Path, name: str, value: float, said: str
-) -> None:
-    """The checkpoint is broken, not the command line."""
-    files = files_with(tmp_path, **{"generation_config.json": {"do_sample": True, name: value}})
-    with pytest.raises(DataError) as error:
-        sampling_defaults(files)
-    assert error.value.message == f"{files.name}: generation_config.json: invalid {said}"
+    ):
+        files = files_with(tmp_path, **{"generation_config.json": {"do_sample": True, name: value}})
+        with pytest.raises(DataError) as error:
+            sampling_defaults(files)
+        assert error.value.message == f"{files.name}: generation_config.json: invalid {said}"
+    for number in ("NaN", "Infinity", "1e999", "9" * 400, "9" * 5000):
+        content = f'{{"do_sample": true, "top_k": {number}}}'.encode()
+        with pytest.raises(DataError):
+            sampling_defaults(files_with(tmp_path, **{"generation_config.json": content}))

@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_model_info import CONFIG, weights
-from toastkit.errors import (
-    CannotCreateError,
-    NoInputError,
-    UnavailableError,
-    UsageError,
-)
+from toastkit.errors import CannotCreateError, NoInputError, UnavailableError, UsageError
 from toastkit.model.hub import fetch
 from toastkit.model.library import Listed, list_models, removal, remove
 from toastkit.model.locate import CRUMB, find
@@ -97,9 +92,7 @@ def test_a_list_of_all_three_places(home: Path, hub: Path) -> None:
         assert find(name).path == one.where
 
 
-def test_a_cache_behind_a_link(
-    home: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_behind_a_link(home: Path, hub: Path, tmp_path: Path, monkeypatch) -> None:
     snapshot(hub)
     (tmp_path / "link").symlink_to(hub.parent)
     monkeypatch.chdir(tmp_path)
@@ -110,7 +103,11 @@ def test_a_cache_behind_a_link(
         assert found["org/name"].where.is_absolute()
 
 
-def test_nothing_but_crumb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_but_crumb(home: Path, hub: Path, tmp_path: Path, monkeypatch) -> None:
+    home.rmdir()
+    home.write_text("x")
+    found, told, _ = listed()
+    assert list(found) == ["crumb"] and len(told) == 1 and "not a directory" in told[0]
     for name in ("XDG_DATA_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path / "missing"))
     assert (list(listed()[0]), listed()[1]) == (["crumb"], [])
@@ -136,37 +133,27 @@ def test_broken_entries_are_told_of_and_passed_over(home: Path, hub: Path) -> No
     (home / "no-weights" / "model.safetensors").unlink()
     checkpoint(home / "bad-config", **{"config.json": b"{"})
     (home / "junk.toast").write_bytes(b"nonsense")
-    (home / "empty").mkdir()
+    for name in ("empty", ".hidden"):
+        (home / name).mkdir()
     (home / "loop").symlink_to("loop")
     (home / "gone").symlink_to("nowhere")
-    (home / ".hidden").mkdir()
     (home / "notes.txt").write_text("x")
+    os.unlink(snapshot(hub, "org/half") / "model.safetensors")
+    for name in ("datasets--org--name", "models--odd"):
+        (hub / name).mkdir()
+    (hub / "version.txt").write_text("1")
     found, told, whispered = listed()
-    assert list(found) == ["good", "crumb"] and not whispered
+    assert list(found) == ["good", "crumb"]
+    assert whispered == ["org/half: no whole model in the Hugging Face cache"]
     for name in ("no-weights", "bad-config", "junk", "empty"):
         assert sum(name in line for line in told) == 1, (name, told)
     assert len(told) == 4 and not any("\n" in line for line in told)
 
 
-def test_what_else_is_in_the_cache(home: Path, hub: Path) -> None:
-    os.unlink(snapshot(hub, "org/half") / "model.safetensors")
-    (hub / "datasets--org--name").mkdir()
-    (hub / "models--odd").mkdir()
-    (hub / "version.txt").write_text("1")
-    found, told, whispered = listed()
-    assert (list(found), told) == (["crumb"], [])
-    assert whispered == ["org/half: no whole model in the Hugging Face cache"]
-
-
-def test_a_folder_that_is_a_file(home: Path, hub: Path) -> None:
-    home.rmdir()
-    home.write_text("x")
-    found, told, _ = listed()
-    assert list(found) == ["crumb"]
-    assert len(told) == 1 and "not a directory" in told[0]
-
-
-def test_what_is_here_is_not_fetched(home: Path, hub: Path, monkeypatch) -> None:
+def test_what_is_here_is_not_fetched(home: Path, hub: Path, monkeypatch, tmp_path: Path) -> None:
+    """A hub id means the hub, whatever lies in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    checkpoint(tmp_path / "org" / "name")
     path = snapshot(hub)
     other = snapshot(hub, revision="v2", commit="c2")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -179,36 +166,19 @@ def test_what_is_here_is_not_fetched(home: Path, hub: Path, monkeypatch) -> None
         fetch("org/name", "v2", False)
 
 
-def test_a_folder_of_that_name_does_not_stand_in(home: Path, hub: Path, monkeypatch, tmp_path):
-    """A hub id means the hub, whatever lies in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    checkpoint(tmp_path / "org" / "name")
-    path = snapshot(hub)
-    assert fetch("org/name", None, False) == path
-
-
-@pytest.mark.parametrize("name", ["crumb", "", "a/b/c", "../x", "/x", "a b/c", "x/" + "y" * 300])
-def test_what_is_no_hub_id(home: Path, hub: Path, name: str) -> None:
-    with pytest.raises(UsageError, match="not a hub id"):
-        fetch(name, None, False)
-
-
-@pytest.mark.parametrize("revision", ["", "-x", "a b", "x\n", "é" * 300])
-def test_what_is_no_revision(home: Path, hub: Path, revision: str) -> None:
-    with pytest.raises(UsageError, match="not a revision"):
-        fetch("org/name", revision, False)
-
-
-def test_a_revision_cannot_lead_out_of_the_cache(home: Path, hub: Path, tmp_path: Path) -> None:
-    snapshot(hub)
-    checkpoint(tmp_path / "outside")
-    with pytest.raises(UnavailableError):
-        fetch("org/name", "main/../../../../../outside", False)
-
-
-def test_the_library_is_missing(home: Path, hub: Path) -> None:
+def test_what_is_no_hub_id_and_no_revision(home: Path, hub: Path, tmp_path: Path) -> None:
+    for name in ("crumb", "", "a/b/c", "../x", "/x", "a b/c", "x/" + "y" * 300):
+        with pytest.raises(UsageError, match="not a hub id"):
+            fetch(name, None, False)
+    for revision in ("", "-x", "a b", "x\n", "é" * 300):
+        with pytest.raises(UsageError, match="not a revision"):
+            fetch("org/name", revision, False)
     with pytest.raises(UnavailableError, match="huggingface_hub is not installed"):
         fetch("org/name", None, False)
+    snapshot(hub)
+    checkpoint(tmp_path / "outside")
+    with pytest.raises(UnavailableError):  # nothing leads out of the cache
+        fetch("org/name", "main/../../../../../outside", False)
 
 
 def test_own_models_are_removed(home: Path, hub: Path, tmp_path: Path, monkeypatch) -> None:
@@ -229,6 +199,7 @@ def test_own_models_are_removed(home: Path, hub: Path, tmp_path: Path, monkeypat
 
 
 def test_broken_ones_can_be_removed_too(home: Path, hub: Path) -> None:
+    """A name for two has to be told apart."""
     (home / "empty").mkdir()
     (home / "bad.toast").write_bytes(b"x")
     (home / "loop").symlink_to("loop")
@@ -236,9 +207,6 @@ def test_broken_ones_can_be_removed_too(home: Path, hub: Path) -> None:
     for name in ("empty", "bad", "loop", "org/half"):
         remove(removal(name))
     assert list(home.iterdir()) == [] and list(hub.iterdir()) == []
-
-
-def test_a_name_for_two(home: Path, hub: Path) -> None:
     toast(home / "same.toast")
     checkpoint(home / "same")
     with pytest.raises(UsageError) as caught:
