@@ -50,7 +50,7 @@ KINDS = sorted(set(DTYPES) - {"BOOL"})
 def engine(
     path: Path | str = "crumb", mapped: bool = True, gears: GearOptions | None = None
 ) -> Engine:
-    """One whose weights are mapped, or are not."""
+    """One whose weights are mapped, or read."""
     files = locate(str(path))
     store = Store(files, load_config(files))
     policies: list[Any] = [] if gears is None else [GearPolicy(gears)]
@@ -61,7 +61,7 @@ def engine(
 
 
 def policy(of: Engine) -> MappingPolicy:
-    """The one of that name."""
+    """Its mapping policy."""
     return next(p for p in of.policies if isinstance(p, MappingPolicy))
 
 
@@ -169,13 +169,13 @@ def test_a_mapped_model_is_one_that_was_read(path: str) -> None:
 
 
 @pytest.mark.parametrize("budget", [None, 64 << 20])
-def test_gears_shift_over_mapped_originals(budget: int | None) -> None:
+def test_gears_shift_over_mapped_originals(tmp_path: Path, budget: int | None) -> None:
     """As over those that were read; what is mapped is not kept beside a gear, and comes back."""
     options = GearOptions("auto", "all", cache_bytes=budget)
     gears = ["high", "low", "mid", "high"]
-    found = []
+    path, found = toast_file(tmp_path, str(write_moe(tmp_path / "moe", "olmoe"))), []
     for mapped in (False, True):
-        of = engine(mapped=mapped, gears=options)
+        of = engine(path, mapped=mapped, gears=options)
         found.append(answer(of, lambda n: Wish(gears[n])))
         kept = {form for path in of.holdings.modules for form in of.holdings.kept(path)}
         assert MAPPED not in kept and of.gears is not None and of.gears.gear == "high"
@@ -219,56 +219,41 @@ def test_a_file_that_is_written_to_is_an_error(tmp_path: Path) -> None:
         of.consume(state, 7)
 
 
-def child(code: str, *arguments: str) -> subprocess.Popen:
-    """A process that computes with mapped weights."""
-    start = (
-        "import json, os, sys\nfrom tests.model.test_mapping import engine, play\n"
-        "file = sys.argv[1]\nof = engine(file)\nplay(of)\n"
+def maps_of(file: Path, pid: int) -> dict[str, int]:
+    """What a process has mapped of a file, in bytes by the names of smaps."""
+    words = [line.split() for line in Path(f"/proc/{pid}/smaps").read_text().splitlines()]
+    at = next(n for n, w in enumerate(words) if w[-1] == os.path.realpath(file))
+    return {w[0][:-1]: int(w[1]) << 10 for w in words[at + 1 : at + 20] if w[1].isdigit()}
+
+
+def test_two_processes_have_one_copy_and_see_it_cut_short(tmp_path: Path) -> None:
+    """What is mapped is no process's own: half of it counts for each (Pss). Whatever thread reads
+    what is gone, the process ends with a line of explanation and not of a signal."""
+    file = toast_file(tmp_path)
+    code = (
+        "import sys\nfrom tests.model.test_mapping import engine, play\n"
+        "of = engine(sys.argv[1])\nplay(of)\nprint('there', flush=True)\nsys.stdin.readline()\n"
+        "of.holdings.store.mapping.check = lambda: None\nplay(of)\n"
     )
-    command = [sys.executable, "-c", start + code, *arguments]
     pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONFAULTHANDLER": ""}
-    return subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment
-    )
-
-
-def test_two_processes_have_one_copy(tmp_path: Path) -> None:
-    """What is mapped is no process's own: half of it counts for each (Pss)."""
-    file = toast_file(tmp_path)
-    code = (
-        "print('there', flush=True); sys.stdin.readline()\n"
-        "words = [line.split() for line in open('/proc/self/smaps')]\n"
-        "at = next(n for n, w in enumerate(words) if w[-1] == os.path.realpath(file))\n"
-        "about = {w[0][:-1]: int(w[1]) << 10 for w in words[at + 1 : at + 20] if w[1].isdigit()}\n"
-        "print(json.dumps(about), flush=True); sys.stdin.readline()\n"
-    )
-    children = [child(code, str(file)) for _ in range(2)]
-    for one in children:
-        assert one.stdout is not None and one.stdout.readline() == "there\n"
-    found = []
-    for one in children:
-        assert one.stdin is not None and one.stdout is not None
-        one.stdin.write("\n")
-        one.stdin.flush()
-        found.append(json.loads(one.stdout.readline()))
-    for one in children:
-        one.communicate("\n", timeout=60)
-    for about in found:
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(file)],
+        stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment,
+    )  # fmt: skip
+    mine = engine(file)
+    play(mine)
+    assert child.stdout is not None and child.stdout.readline() == "there\n"
+    for pid in (os.getpid(), child.pid):
+        about = maps_of(file, pid)
         assert about["Rss"] > file.stat().st_size // 2
-        assert about["Private_Clean"] == about["Private_Dirty"] == 0 == about["Anonymous"]
-        assert about["Pss"] <= about["Rss"] // 2 + 4096
-
-
-def test_a_file_that_became_shorter_ends_with_a_line(tmp_path: Path) -> None:
-    """In whichever thread it is read: never a signal that nobody explains."""
-    file = toast_file(tmp_path)
-    code = (
-        "files = of.holdings.store.mapping\nfiles.check = lambda: None\n"
-        "os.truncate(file, 4096)\nplay(of)\n"
-    )
-    one = child(code, str(file))
-    _, said = one.communicate(timeout=60)
-    assert one.returncode == 74 and said.endswith(LOST)
+        assert about["Private_Dirty"] == 0 == about["Anonymous"]
+        alone = about["Private_Clean"]  # pages beside those read, which the system mapped for one
+        assert alone < about["Rss"] // 8
+        assert about["Pss"] <= (about["Rss"] + alone) // 2 + 4096
+    del mine
+    os.truncate(file, 4096)
+    _, said = child.communicate("\n", timeout=60)
+    assert child.returncode == 74 and said.endswith(LOST)
     assert said.count("\n") == 1
 
 
