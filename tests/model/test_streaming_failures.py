@@ -61,20 +61,18 @@ def in_turn(engine: Engine, state: ModelState, token: int, disk: Disk) -> int:
     return disk.reads - before
 
 
-@pytest.mark.parametrize("name", ["crumb", "gemma3_text", "falcon_h1", "mamba2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama_tied", "gemma3_text", "falcon_h1", "gpt_oss"])
 def test_a_pass_that_fails_leaves_the_state_as_it_was(
     name: str, tmp_path: Path, disk: Disk
 ) -> None:
-    """At its first layer, and half way: every kind of cache comes back, and the same token then
+    """At its first layer, and half way: every kind of cache is restored, and the same token then
     gives what it would have given."""
-    path = "crumb" if name == "crumb" else write_published(tmp_path / name, name)
-    engine = streaming(path=path)
+    engine = streaming(path=write_published(tmp_path / name, name))
     wanted = answer(engine)
     state = read_prompt(engine)
     found = [state.logits]
+    reads = in_turn(engine, read_prompt(engine), NEXT[0], disk)
     for token in NEXT:
-        twin = read_prompt(engine)
-        reads = in_turn(engine, twin, token, disk)
         for left in (0, reads // 2):
             engine.holdings.streams.forget_ahead()
             disk.left = left

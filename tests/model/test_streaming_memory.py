@@ -14,8 +14,8 @@ import pytest
 from tests.cgroups import memory_group
 
 MIB = 1 << 20
-# Says how many layers of one model stay after so many tokens, and how many experts of each layer of
-# another; ends with the tokens.
+# Prints how many layers of one model stay after so many tokens, and how many experts of each layer
+# of another; at the end the tokens.
 MODEL = """
 import os, sys
 open(sys.argv[1], "w").write(str(os.getpid()))
@@ -26,7 +26,7 @@ from toastkit.experts.slot_options import SlotOptions
 from toastkit.holdings import pressure
 from toastkit.model.locate import locate
 from toastkit.residency.residency_options import ResidencyOptions
-pressure.CHECK_TOKENS = 4
+pressure.CHECK_TOKENS = 1
 states = []
 for rest in {"residency": ResidencyOptions("auto")}, {"expert_slots": SlotOptions()}:
     engine = open_engine(locate("crumb"), dtype="float32", native="auto", **rest)
@@ -87,10 +87,10 @@ def test_a_hog_comes_and_goes(crumb) -> None:
             assert ask(model, 1) == (8, 16)
             hog = child(HOG, procs, str(850 * MIB))
             assert hog.stdout is not None and hog.stdout.readline() == "there\n"
-            low = ask(model, 8)
+            low = ask(model, 2)
             assert low[0] < 8 and low[1] < 16
             hog.communicate()
-            back = ask(model, 40)
+            back = ask(model, 10)
             for few, more, every in zip(low, back, (8, 16)):
                 assert few < more < every
             assert model.stdin is not None
@@ -106,6 +106,6 @@ def test_a_hog_comes_and_goes(crumb) -> None:
     state = ModelState(crumb.new_cache())
     for _ in crumb.reading(state, [1, 2, 3]):
         pass
-    for _ in range(49):
+    for _ in range(13):
         crumb.consume(state, int(mx.argmax(state.logits).item()))
     assert list(map(int, out.split())) == state.tokens
