@@ -20,7 +20,7 @@ from toastkit.native.library import NONE
 from toastkit.native.modules import recurrent
 
 __all__ = ["library"]
-pytestmark = [needed, pytest.mark.usefixtures("library")]
+pytestmark = needed
 EXPERTS = {
     "n_routed_experts": 6, "n_shared_experts": 1, "moe_intermediate_size": 16, "n_group": 2,
     "moe_shared_expert_intermediate_size": 64, "num_experts_per_tok": 2, "norm_topk_prob": True,

@@ -38,22 +38,16 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from tests.model.reference import OLD_MLX_LM, held_by, needs_new_mlx_lm
-from tests.model.test_native_operations import alike
-from tests.native_library import native_cache, native_path, needed, operations_of
+from tests.model.test_native_operations import alike, library
+from tests.native_library import needed, operations_of
 from toastkit.native.kv_caches import Room, keep_in
 from toastkit.native.layers import blocks
-from toastkit.native.library import Library, load, use
+from toastkit.native.library import Library
 from toastkit.native.replacing import use_native
 
+__all__ = ["library"]
 pytestmark = needed
 LENGTHS = (5, 1, 1, 33, 1)  # of passes over one cache
-
-
-@pytest.fixture(scope="module", autouse=True)
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    made = load(str(native_path(native_cache(tmp_path_factory))))
-    use(made)
-    return made
 
 
 SIZES: dict[str, Any] = {
@@ -129,9 +123,13 @@ def counted() -> Iterator[dict[str, int]]:
         counts.update(one=one.call_count, two=two.call_count)
 
 
-@pytest.mark.parametrize("bits", [0, 4])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].__name__.rpartition(".")[2])
+ALL = [(case, *rest) for case in CASES for rest in ((1, 4), (3, 0))]
+ALL += [(case, *rest) for case in ((qwen3, {}), (qwen3_moe, EXPERTS)) for rest in ((1, 0), (3, 4))]
+
+
+@pytest.mark.parametrize(
+    ("case", "batch", "bits"), ALL, ids=[f"{c[0].__name__}-{b}-{bits}" for c, b, bits in ALL]
+)
 def test_one_operation_or_two_are_many(case: tuple, batch: int, bits: int) -> None:
     own = layers(*case, bits)
     with counted() as counts:

@@ -33,20 +33,15 @@ from mlx_lm.models import (
 
 from tests.conftest import examples
 from tests.model.reference import OLD_MLX_LM
-from tests.native_library import native_cache, native_path, needed
+from tests.model.test_native_operations import library
+from tests.native_library import needed
 from toastkit.native import operations, replacing
 from toastkit.native.forms.common import Form, form_of
-from toastkit.native.library import ACTIVATIONS, ALONE, BITS, Library, load, use
+from toastkit.native.library import ACTIVATIONS, ALONE, BITS, Library
 from toastkit.native.operands import Operand
 
+__all__ = ["library"]
 pytestmark = needed
-
-
-@pytest.fixture(scope="module", autouse=True)
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    made = load(str(native_path(native_cache(tmp_path_factory))))
-    use(made)
-    return made
 
 
 def operand(seed: int, shape: tuple[int, ...], bits: int | str, dtype: mx.Dtype) -> Operand:

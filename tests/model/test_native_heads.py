@@ -19,7 +19,7 @@ from toastkit.native import functions, operations, replacing
 from toastkit.native.library import BITS, FLOATS, Library, use
 
 __all__ = ["library"]
-pytestmark = [needed, pytest.mark.usefixtures("library")]
+pytestmark = needed
 LEADING = [((), ()), ((2,), (2,)), ((2, 3), (2, 1)), ((2, 1), (1, 3)), ((3,), (2, 3)), ((2, 2), ())]
 sizes = st.integers(1, 40)
 CLOSE = {mx.float32: 1e-4, mx.float16: 2e-2, mx.bfloat16: 0.1}

@@ -3,7 +3,6 @@ they do wherever somebody stands before one of them."""
 
 from __future__ import annotations
 
-import gc
 import weakref
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ from toastkit.native.library import Library
 from toastkit.native.modules import mixtures
 
 __all__ = ["built", "cache", "library"]
-pytestmark = [needed, pytest.mark.usefixtures("library")]
+pytestmark = needed
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "num_experts": 6, "num_local_experts": 6, "moe_intermediate_size": 64,
@@ -126,7 +125,7 @@ def one_by_one(block: Any, x: mx.array) -> mx.array:
 
 
 @blocks
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(6))
 @given(st.integers(0, 1 << 20), st.integers(1, 4), st.integers(1, 6), st.booleans(),
        st.sampled_from([0, 4]))  # fmt: skip
 def test_one_node_is_its_parts(
@@ -176,7 +175,6 @@ def test_what_changes_is_seen(kind: tuple) -> None:
     gone = weakref.ref(down.weight)
     down.weight = 2 * down.weight
     mx.eval(experts.parameters())
-    gc.collect()
     assert gone() is None
     after = ours(x)
     assert mx.array_equal(after, one_by_one(ours, x)) and not mx.array_equal(after, before)
@@ -226,9 +224,7 @@ def test_how_many_experts_there_are_is_asked_each_time() -> None:
     assert mx.array_equal(found[0], found[2]) and not mx.array_equal(found[0], found[1])
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2_moe", "olmoe", "qwen3_moe", "mixtral", "qwen3_next", "deepseek_v3"]
-)
+@pytest.mark.parametrize("name", ["qwen2_moe", "mixtral", "qwen3_next", "deepseek_v3"])
 def test_models_use_it(tmp_path: Path, name: str) -> None:
     """And give the bits of its parts; with slots the parts are called."""
     write_moe(tmp_path / name, name)

@@ -33,7 +33,7 @@ from toastkit.gears.monitor import EntropyMeter
 from toastkit.native import operations, replacing
 from toastkit.native.library import Library, load, use
 
-pytestmark = [needed, pytest.mark.usefixtures("library")]
+pytestmark = needed
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 CLOSE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 ODD = (math.nan, math.inf, -math.inf, 3e38, -3e38, 1e4)
@@ -42,8 +42,9 @@ layouts = st.sampled_from(("rows", "turned", "sliced", "gaps", "broadcast"))
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 5))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """In use, also in modules that import this."""
     made = load(str(native_path(native_cache(tmp_path_factory))))
     use(made)
     return made

@@ -20,7 +20,7 @@ from toastkit.native.layers import decoder
 from toastkit.native.modules import recurrent
 
 __all__ = ["built", "cache", "library"]
-pytestmark = [needed, pytest.mark.usefixtures("library")]
+pytestmark = needed
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -149,26 +149,24 @@ def read(model: Any, parts: list[int]) -> tuple[mx.array, list[mx.array]]:
 
 
 @models
-@pytest.mark.parametrize("parts", [[], [1, 2, 20], [19]])
-def test_they_give_what_mlx_lm_gives(name: str, parts: list[int]) -> None:
+def test_they_give_what_mlx_lm_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any parts of a prompt; and states are those of the whole, to the bit where all operations
+    are ours. Without the library it is mlx_lm that computes."""
     theirs, ours = made(name, mx.float32)
     with_graph = ours(mx.zeros((1, 3), mx.uint32), cache=ours.make_cache())
     assert (OURS[name] in operations_of(with_graph)) is (name not in LEFT)
-    (logits, kept), (wanted, theirs_kept) = read(ours, parts), read(theirs, parts)
-    assert alike(logits, wanted, 1e-3)
-    assert all(alike(a, b, 1e-3) for a, b in zip(kept, theirs_kept, strict=True))
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in LEFT])
-def test_states_of_parts_are_those_of_the_whole(name: str) -> None:
-    """To the bit where all operations are ours."""
-    _, ours = made(name, mx.float32)
-    (_, whole), (_, parts) = read(ours, []), read(ours, [1, 2, 12])
-    exact = name in ("mamba", "falcon_mamba")
-    assert all(
-        mx.array_equal(a, b) if exact else alike(a, b, 1e-4)
-        for a, b in zip(whole, parts, strict=True)
-    )
+    states = []
+    for parts in ([], [1, 2, 20], [19]):
+        (logits, kept), (wanted, theirs_kept) = read(ours, parts), read(theirs, parts)
+        assert alike(logits, wanted, 1e-3)
+        assert all(alike(a, b, 1e-3) for a, b in zip(kept, theirs_kept, strict=True))
+        states.append(kept)
+    if name not in LEFT:
+        exact = name in ("mamba", "falcon_mamba")
+        pairs = zip(*states[:2], strict=True)
+        assert all(mx.array_equal(a, b) if exact else alike(a, b, 1e-4) for a, b in pairs)
+    monkeypatch.setattr("toastkit.native.library._in_use", None)
+    assert alike(read(ours, [19])[0], wanted, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
@@ -206,13 +204,6 @@ def test_sixteen_bits(name: str) -> None:
     assert logits.dtype == wanted.dtype
     near = mx.abs(logits.astype(mx.float32) - wanted.astype(mx.float32)).mean()
     assert (near < 0.15 * mx.abs(wanted.astype(mx.float32)).mean()).item()
-
-
-@models
-def test_without_the_library_they_are_mlx_lm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, ours = made(name, mx.float32)
-    monkeypatch.setattr("toastkit.native.library._in_use", None)
-    assert alike(read(ours, [5])[0], read(theirs, [5])[0], 1e-5)
 
 
 def test_other_decays_are_left_to_mlx_lm() -> None:

@@ -30,7 +30,7 @@ from toastkit.native.layers import blocks, decoder
 from toastkit.native.modules import recurrent
 
 __all__ = ["built", "cache", "library"]
-pytestmark = [needed, pytest.mark.usefixtures("library")]
+pytestmark = needed
 
 
 @needs_new_mlx_lm

@@ -31,7 +31,7 @@ from toastkit.native.layers import blocks
 from toastkit.native.replacing import last_position_only, use_native
 
 __all__ = ["built", "cache", "library"]
-pytestmark = [needed, pytest.mark.usefixtures("library")]
+pytestmark = needed
 LENGTHS = (5, 1, 3, 33, 1, 1)  # of passes over the same caches
 
 SLIDES, SEES_ALL = "sliding_attention", "full_attention"
@@ -68,7 +68,7 @@ def made_of(sizes: dict[str, Any], bits: int = 0, native: bool = True) -> Any:
 
 
 def left_to_itself(layer: Any) -> None:
-    """Somebody stands before its attention."""
+    """Gives its attention a subclass, which has to be called as such."""
 
     class Watched(type(layer.self_attn)):  # type: ignore[misc]
         def __call__(self, *args: Any, **named: Any) -> Any:
@@ -106,13 +106,9 @@ def test_one_operation_or_two_are_many(case: str, batch: int, bits: int) -> None
     with patch.object(blocks.Layer, "forward", in_many):
         wanted = passes(model, batch)
     assert all(map(mx.array_equal, made, wanted))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_they_are_those_of_mlx_lm(case: str) -> None:
-    made = passes(made_of(CASES[case]), 2)
-    wanted = passes(made_of(CASES[case], native=False), 2)
-    assert all(alike(ours, theirs, 2e-5) for ours, theirs in zip(made, wanted))
+    if not bits:  # as mlx_lm has them
+        theirs = passes(made_of(CASES[case], native=False), batch)
+        assert all(alike(a, b, 2e-5) for a, b in zip(made, theirs, strict=True))
 
 
 @pytest.mark.parametrize("alone", [(), (2,), (4,)])
@@ -208,18 +204,18 @@ def test_a_step_is_an_operation_a_layer() -> None:
 
 def test_who_shares_a_cache_does_not_have_it_copied() -> None:
     """While the step before, in which another layer reads it, is in line to be computed."""
-    wide = {"hidden_size": 512, "intermediate_size": 2048}  # so that a step takes a while
+    wide = {"hidden_size": 256, "intermediate_size": 2048}  # so that a step takes a while
     model = made_of({**SHARING, **wide, "layer_types": [SEES_ALL] * 5})
     caches = model.make_cache()
     mx.eval(model(mx.arange(5)[None], caches))
     places = []
-    for _ in range(9):
+    for _ in range(7):
         for _ in range(3):
             mx.async_eval(model(mx.array([[5]]), caches))
         mx.eval(caches[2].keys)
         places.append(np.frombuffer(memoryview(caches[2].keys), np.float32).ctypes.data)
     # Where MLX's thread does not get to letting go, it is copied: seldom.
-    assert sum(a == b for a, b in zip(places, places[1:])) >= 4
+    assert sum(a == b for a, b in zip(places, places[1:])) >= 3
 
 
 def test_what_is_not_so_goes_its_own_way() -> None:

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 
 from tests.model.checkpoints import SIZES, random_weights, write_checkpoint
-from tests.model.published import NAMES, write_published
+from tests.model.published import write_published
 from tests.model.test_streaming import alike, answer
 from tests.native_library import native_cache, native_path, needed
 from toastkit.engine.engine import Engine
@@ -36,6 +36,12 @@ from toastkit.store.ledger import EXPERTS, GEARS, Ledger
 from toastkit.store.store import Store
 
 pytestmark = needed
+# Dense layers of each dtype, tied and fused matrices, norms around zero; experts of 16 bits, of 4,
+# and in mxfp4, with a shared one and without; recurrent layers of both kinds.
+NAMES = (
+    "llama", "llama_tied", "qwen2", "gemma3_text", "phi3", "qwen2_moe", "mixtral",
+    "qwen3_moe_quantised", "gpt_oss", "qwen3_next", "qwen3_5_moe", "falcon_h1",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,8 +54,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def narrow_and_wide(path: Path | str, before: Callable[[int], Wish], **rest) -> list[Engine]:
-    """Engines of a checkpoint, with its 16 bits kept and with `--dtype float32`, which answer alike
-    to the bit."""
+    """Engines of a checkpoint, with its 16 bits kept and with `--dtype float32`, whose logits are
+    the same to the bit."""
     files = locate(str(path))
     engines = [open_engine(files, native="require", dtype=d, **rest) for d in (None, "float32")]
     assert alike(*(answer(engine, before) for engine in engines))
@@ -57,7 +63,7 @@ def narrow_and_wide(path: Path | str, before: Callable[[int], Wish], **rest) -> 
 
 
 def unloaded(files: ModelFiles) -> Holdings:
-    """What `toast-model plan` looks at."""
+    """As `toast-model plan` has them."""
     store = Store(files, load_config(files))
     return Holdings(store, loading(None, True, Status(True, "")), Ledger())
 
@@ -77,14 +83,17 @@ def test_models_keep_their_16_bits(tmp_path: Path, name: str) -> None:
     assert kept.ledger.total() == sizes.outside + sum(sizes.layers)
     stored = sum(map(holdings.store.nbytes, holdings.store.names))
     assert kept.ledger.total() < max(1.07 * stored, 0.97 * wide.ledger.total())
-    streamed = open_engine(
-        kept.files, native="require", residency=ResidencyOptions("layers", 1, "last")
-    )
-    assert alike(answer(streamed), answer(wide))
+    if name in ("llama", "qwen3_moe_quantised", "qwen3_next"):
+        streamed = ResidencyOptions("layers", 1, "last")
+        engine = open_engine(kept.files, native="require", residency=streamed)
+        assert alike(answer(engine), answer(wide))
 
 
-@pytest.mark.parametrize("path", ["fused", "dequant"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "falcon_h1", "llama_tied"])
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [("qwen3_moe", "fused"), ("qwen3_moe", "dequant"), ("llama_tied", "dequant"),
+     ("falcon_h1", "fused")],
+)  # fmt: skip
 def test_gears_of_16_bits(tmp_path: Path, name: str, path: str) -> None:
     """Made of originals on the device or in the file, or of experts as they are fetched."""
     made = write_published(tmp_path / name, name)
