@@ -36,7 +36,7 @@ def test_the_embedded_model(crumb, tmp_path: Path) -> None:
     from mlx_lm.models.cache import make_prompt_cache
 
     model = theirs(unpack(tmp_path / "crumb"))
-    for prompt in PROMPTS[::3]:
+    for prompt in PROMPTS[::6]:
         ids = prompt["token_ids"]
         cache = make_prompt_cache(model)
         expected = model(mx.array(ids)[None], cache=cache)[0, -1]
@@ -72,11 +72,11 @@ def greedy(engine, ids: list[int], count: int) -> list[int]:
 def test_small_checkpoints_give_the_logits_of_mlx_lm(small) -> None:
     path, engine = small
     model = theirs(path)
-    ids = [(37 * n + 5) % 4096 for n in range(70)]
+    ids = [(37 * n + 5) % 4096 for n in range(40)]
     expected = model(mx.array(ids)[None])[0]
     assert float(mx.abs(expected).max()) > 1  # not all zero
     assert distance(engine.score(ids, engine.new_cache()), expected) < 1e-5
-    for chunk in (1, 64, None):
+    for chunk in (1, 32, None):
         cache = engine.new_cache()
         logits = engine.prefill(ids[:-1], cache, chunk=chunk)
         assert distance(logits, expected[-2]) < 1e-5

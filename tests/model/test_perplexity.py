@@ -16,14 +16,7 @@ from checkpoints import tied_llama, write_checkpoint
 
 from toastkit.engine.engine import CHUNK
 from toastkit.engine.opening import open_engine
-from toastkit.engine.perplexity import (
-    LOGITS_BYTES,
-    Totals,
-    default_chunk,
-    score,
-    timed,
-    windows,
-)
+from toastkit.engine.perplexity import LOGITS_BYTES, Totals, default_chunk, score, timed, windows
 from toastkit.errors import DataError
 from toastkit.model.locate import locate
 from toastkit.text.tokenizer import Tokenizer

@@ -16,12 +16,7 @@ from tests.model.checkpoints import open_crumb
 from tests.model.test_perplexity import WHOLE_TEXTS, Scripted, expected, ids_of
 from toastkit.engine import geared as geared_module
 from toastkit.engine.engine import Engine
-from toastkit.engine.geared import (
-    BySelector,
-    Schedule,
-    score_in_gear,
-    score_in_gears,
-)
+from toastkit.engine.geared import BySelector, Schedule, score_in_gear, score_in_gears
 from toastkit.engine.perplexity import Scores, Totals, score, windows
 from toastkit.errors import DataError
 from toastkit.gears.gear_options import GearOptions
@@ -142,20 +137,15 @@ def reference(engines: dict[str, Engine], ids, gears, window: int) -> tuple[list
 # ------------------------------------------------------------------------------ one gear throughout
 
 
-@pytest.mark.parametrize(
-    ("scope", "pair", "gear"),
-    [("all", (4, 8), "low"), ("attention", (2, 6), "low"), ("attention", (2, 6), "mid")],
-)
-def test_a_fixed_gear_is_that_of_weights_quantised_by_hand(
-    ids, scope: str, pair: tuple[int, int], gear: str
-) -> None:
-    engine = with_gears(scope, pair)
-    mine = joined(score_in_gear(engine, ids, WINDOW, gear, 16))
-    assert mine.ids == ids[1:] and mine.gears == [gear] * COUNT
-    assert engine.gears is not None and engine.gears.gear == gear
-    bits = pair[gear == "mid"]
-    theirs = joined(score(by_hand(scope, bits), ids, WINDOW))
-    close(mine, theirs.logprobs, theirs.entropies)
+def test_a_fixed_gear_is_that_of_weights_quantised_by_hand(ids, geared, in_gear) -> None:
+    engine, gears = with_gears("attention", (2, 6)), {"low": 2, "mid": 6}
+    of_attention = [(engine, gear, by_hand("attention", bits)) for gear, bits in gears.items()]
+    for engine, gear, other in ((geared, "low", in_gear["low"]), *of_attention):
+        mine = joined(score_in_gear(engine, ids, WINDOW, gear, 16))
+        assert mine.ids == ids[1:] and mine.gears == [gear] * COUNT
+        assert engine.gears is not None and engine.gears.gear == gear
+        theirs = joined(score(other, ids, WINDOW))
+        close(mine, theirs.logprobs, theirs.entropies)
 
 
 def test_high_gear_is_no_gears(crumb, geared, ids) -> None:
@@ -166,37 +156,15 @@ def test_high_gear_is_no_gears(crumb, geared, ids) -> None:
     assert plain.gears == [] and next(score(crumb, ids, WINDOW)).gears is None
 
 
-def test_low_gear_is_another_model(crumb, geared, ids) -> None:
-    low = joined(score_in_gear(geared, ids, WINDOW, "low"))
-    high = joined(score(crumb, ids, WINDOW))
-    assert np.abs(np.array(low.logprobs) - high.logprobs).max() > 0.05
-
-
 # ----------------------------------------------------------------------------- gears that change
 
 
-def test_always_high_is_off(crumb, geared, ids) -> None:
-    always = SelectorOptions(MonitorOptions(low=0, high=1e-6))
-    mine = joined(score_in_gears(geared, ids, WINDOW, by_selector(4096, always)))
-    plain = joined(score(crumb, ids, WINDOW))
-    assert mine.ids == ids[1:] and mine.gears == ["high"] * COUNT
-    close(mine, plain.logprobs, plain.entropies)
-    # Every entropy is the meter's, to the sixth digit.
-    assert mine.entropies == [round(entropy, 6) for entropy in mine.entropies]
-
-
-def test_low_from_the_second_token_of_each_window(geared, in_gear, ids) -> None:
-    always = SelectorOptions(MonitorOptions(low=12.5, high=13))
-    mine = joined(score_in_gears(geared, ids, WINDOW, by_selector(4096, always)))
-    assert mine.gears == (["high"] + ["low"] * 15) * 2 + ["high"] + ["low"] * 7
-    close(mine, *reference(in_gear, ids, mine.gears, WINDOW))
-    assert geared.gears is not None and geared.gears.gear == "low"
-
-
 def test_entropy_decides(mixed, in_gear, ids) -> None:
-    """The gear of each pass is the selector's, and the figures are those of that gear."""
-    assert mixed.gears == selected(mixed, MIXED, WINDOW)
+    """The gear of each pass is the selector's, high first in each window, and the figures are those
+    of that gear. Every entropy is the meter's, to the sixth digit."""
+    assert mixed.ids == ids[1:] and mixed.gears == selected(mixed, MIXED, WINDOW)
     assert set(mixed.gears) == {"low", "mid", "high"}
+    assert mixed.entropies == [round(entropy, 6) for entropy in mixed.entropies]
     close(mixed, *reference(in_gear, ids, mixed.gears, WINDOW))
 
 

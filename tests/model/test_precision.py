@@ -230,14 +230,6 @@ def test_rows_of_zeros_and_single_values(bits: int, dtype: mx.Dtype) -> None:
     assert back[2, 63] == pytest.approx(given[2, 63], rel=0.005)
 
 
-def test_blocks_of_rows_are_the_rows_of_the_whole() -> None:
-    weight = noise((10, 96), mx.bfloat16)
-    whole = quantise_rows(weight, 6)
-    parts = [quantise_rows(weight[i : i + 3], 6) for i in range(0, 10, 3)]
-    joined = Rows(*map(mx.concatenate, zip(*parts)))
-    assert all((a == b).all() for a, b in zip(whole, joined))
-
-
 @pytest.mark.parametrize("block", [1, 96, 2 * 96, 5 * 96 + 1])
 def test_what_is_large_goes_through_in_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = noise((3, 4, 90), mx.bfloat16)  # experts, filled up to 96 columns
@@ -269,29 +261,13 @@ dtypes = st.sampled_from(DTYPES)
 
 
 @st.composite
-def matrices(draw, lengths: tuple[int, ...] = (32, 64, 96)) -> mx.array:
+def matrices(draw) -> mx.array:
     """float32 rows of sizes from below every floor to near what float16 holds."""
-    shape = (draw(st.integers(1, 4)), draw(st.sampled_from(lengths)))
+    shape = (draw(st.integers(1, 4)), draw(st.sampled_from((32, 64, 96)) | st.integers(1, 100)))
     unit = st.floats(-1, 1, width=32)
     values = draw(arrays.arrays(np.float32, shape, elements=unit))
     sizes = draw(arrays.arrays(np.int8, (shape[0], 1), elements=st.integers(-12, 4)))
     return mx.array(values * np.float32(10) ** sizes)
-
-
-@given(weight=matrices(), bits=bits_of_gears, dtype=dtypes)
-def test_no_number_is_off_by_more_than_half_a_step(
-    weight: mx.array, bits: int, dtype: mx.Dtype
-) -> None:
-    weight = weight.astype(dtype)
-    rows = quantise_rows(weight, bits)
-    q, s = plain(weight, bits)
-    assert (bits_of(rows.weight, bits) == q + 2 ** (bits - 1)).all()
-    scales = numbers(rows.scales)
-    assert (scales == s).all()
-    floor = HALF_FLOOR if dtype == mx.float16 else FLOOR
-    assert (scales >= numbers(mx.array(floor).astype(dtype))).all()
-    error = np.abs(numbers(weight) - numbers(dequantise_rows(rows, bits)))
-    assert (error <= s * 0.5001).all()
 
 
 @given(data=st.data(), bits=bits_of_gears)
@@ -310,22 +286,28 @@ def test_codes_there_and_back(data, bits: int) -> None:
 @given(weight=matrices(), bits=bits_of_gears, dtype=dtypes)
 def test_rows_know_nothing_of_each_other(weight: mx.array, bits: int, dtype: mx.Dtype) -> None:
     weight = weight.astype(dtype)
-    whole = quantise_rows(weight, bits)
-    alone = [quantise_rows(weight[n : n + 1], bits) for n in range(len(weight))]
+    whole = quantise_rows(weight, bits, pad=True)
+    alone = [quantise_rows(weight[n : n + 1], bits, pad=True) for n in range(len(weight))]
     joined = Rows(*map(mx.concatenate, zip(*alone)))
     assert all((a == b).all() for a, b in zip(whole, joined))
 
 
-@given(weight=matrices(tuple(range(1, 101))), bits=bits_of_gears, dtype=dtypes)
+@given(weight=matrices(), bits=bits_of_gears, dtype=dtypes)
 def test_rows_of_any_length(weight: mx.array, bits: int, dtype: mx.Dtype) -> None:
     weight = weight.astype(dtype)
     columns = weight.shape[-1]
     rows = quantise_rows(weight, bits, pad=True)
     q, s = plain(weight, bits)
-    assert (numbers(dequantise_rows(rows, bits, columns)) == q.astype(np.float32) * s).all()
+    back = numbers(dequantise_rows(rows, bits, columns))
+    assert (back == q.astype(np.float32) * s).all()
+    assert (np.abs(numbers(weight) - back) <= s * 0.5001).all()
+    floor = HALF_FLOOR if dtype == mx.float16 else FLOOR
+    assert (numbers(rows.scales[:, :1]) == s).all()
+    assert (s >= numbers(mx.array(floor).astype(dtype))).all()
     codes = bits_of(rows.weight, bits)
     assert codes.shape[-1] == padded(columns) and padded(columns) % 32 == 0
     assert padded(columns) - columns < 32
+    assert (codes[:, :columns] == q + 2 ** (bits - 1)).all()
     assert (codes[:, columns:] == 2 ** (bits - 1)).all()  # zeros
     assert rows.scales.shape[-1] == padded(columns) // group_size_of(padded(columns))
     if columns % 32 == 0:
@@ -340,38 +322,3 @@ def test_padding_is_multiplied_with_padding() -> None:
     check_close(product, x @ dequantise_rows(rows, 6, 40).swapaxes(-1, -2), 1e-5)
     with pytest.raises(ValueError, match="rows of 0 numbers"):
         quantise_rows(mx.zeros((2, 0)), 4, pad=True)
-
-
-# ------------------------------------------------------------------------- the error, section 13
-
-
-def predicted_mse(weight: mx.array, bits: int) -> mx.array:
-    """s^2 / 12 of each row: of numbers that fall anywhere between two steps."""
-    return mx.square(quantise_rows(weight, bits).scales[..., 0].astype(mx.float32)) / 12
-
-
-def mean_error(weight: mx.array, bits: int) -> np.ndarray:
-    """Mean squared error by row, measured."""
-    back = dequantise_rows(quantise_rows(weight, bits), bits)
-    return numbers(mx.square(weight.astype(mx.float32) - back).mean(axis=-1))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [4, 6, 8])
-def test_the_predicted_error_is_the_measured_one(bits: int, dtype: mx.Dtype) -> None:
-    uniform = mx.random.uniform(-1, 1, (64, 4096), key=mx.random.key(3)).astype(dtype)
-    predicted = numbers(predicted_mse(uniform, bits))
-    assert predicted.shape == (64,)
-    assert mean_error(uniform, bits).mean() == pytest.approx(predicted.mean(), rel=0.05)
-    normal = (0.02 * mx.random.normal((64, 4096), key=mx.random.key(4))).astype(dtype)
-    assert mean_error(normal, bits).mean() <= 1.1 * numbers(predicted_mse(normal, bits)).mean()
-
-
-def test_predicted_ratios_are_those_of_the_paper() -> None:
-    weight = noise((2, 3, 64))
-    assert predicted_mse(weight, 8).shape == (2, 3)
-    eight = numbers(predicted_mse(weight, 8))
-    peak = np.abs(numbers(weight)).max(axis=-1)
-    assert eight == pytest.approx(peak**2 / (12 * 127**2), rel=1e-5)
-    for bits, ratio in ((6, 16.8), (4, 329), (2, 16129)):
-        assert numbers(predicted_mse(weight, bits)) / eight == pytest.approx(ratio, rel=2e-3)

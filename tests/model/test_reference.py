@@ -19,12 +19,7 @@ from toastkit.stages.answer import AnswerOptions, answer
 from toastkit.stages.run.one_process import LocalRuns
 from toastkit.stages.run.settings import Outcome, ReadOptions
 from toastkit.stages.sample import DrawOptions
-from toastkit.stages.tokenize import (
-    Prompt,
-    PromptOptions,
-    PromptTokenizer,
-    tokenize,
-)
+from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, tokenize
 
 TOLERANCE = 2e-3  # of a log-probability
 STEPS = 8  # of the engine; more are made by one process and by the pipeline

@@ -32,8 +32,8 @@ class Opener:
 @pytest.fixture(autouse=True)
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pass once, and over short chunks: what comes of it is told here, and not how long."""
-    monkeypatch.setattr(calibrating, "ROUNDS", 1)
-    monkeypatch.setattr(calibrating, "CHUNK_SECONDS", 0.02)
+    for name, value in (("ROUNDS", 1), ("CHUNK_SECONDS", 0.005), ("SWEEPS", 1)):
+        monkeypatch.setattr(calibrating, name, value)
 
 
 def test_a_measurement_is_kept_and_read_again(homes) -> None:
@@ -62,7 +62,6 @@ def test_a_measurement_is_kept_and_read_again(homes) -> None:
 def test_a_pass_of_many_layers_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the layers that did not run are taken to be like those of their size."""
     monkeypatch.setattr(calibrating, "LITTLE_BYTES", 0)
-    monkeypatch.setattr(calibrating, "SWEEPS", 1)
     monkeypatch.setattr(calibrating, "WHOLE_SECONDS", 0.0)
     monkeypatch.setattr(calibrating, "FEW_LAYERS", 3)
     opener = Opener()
@@ -80,7 +79,6 @@ def test_it_leaves_the_engine_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None
     closed = []
     monkeypatch.setattr(engine, "close", lambda: closed.append(engine))
     monkeypatch.setattr(calibrating, "LITTLE_BYTES", 0)
-    monkeypatch.setattr(calibrating, "SWEEPS", 1)
     measure(lambda residency: engine)
     assert (streams.most_ahead, store.keeps_cached) == before and closed == [engine]
     streams.watch(0, True)  # nobody is told

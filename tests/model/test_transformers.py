@@ -16,15 +16,7 @@ import pytest
 
 from tests.model.reference import OLD_MLX_LM
 from tests.native_library import NATIVE
-from tests.oracle.cases import (
-    CASES,
-    LEFT_OUT,
-    LENGTH,
-    PLAIN,
-    POSITIONS,
-    VOCAB,
-    WINDOW,
-)
+from tests.oracle.cases import CASES, LEFT_OUT, LENGTH, PLAIN, POSITIONS, VOCAB, WINDOW
 from tests.oracle.old_names import old_names
 from tests.oracle.weights import prompt, weight
 from toastkit.errors import DataError
