@@ -32,7 +32,7 @@ HYBRID = "qwen3_5"
 
 
 class Chat:
-    """A conversation in words. Every answer is held against the one without a cache."""
+    """A conversation in words. Every answer is compared with the one without a cache."""
 
     def __init__(self, engines: Engines, name: str, first: str):
         self.plain = engines(name)[1]
@@ -48,6 +48,13 @@ class Chat:
         assert asked.answer == self.plain.answer(self.messages, **options)
         self.messages.append(assistant(asked.text))
         self.held = len(asked.prompt) + len(asked.ids) - 1  # the last one was not run
+        return asked
+
+    def goes_on(self, driver: Driver, question: str | None = "Why?") -> Asked:
+        """Asks, and all that was kept of it last is used."""
+        held = self.held
+        asked = self.ask(driver, question)
+        assert asked.cached == held
         return asked
 
 
@@ -73,17 +80,14 @@ def test_the_longest_unused_leaves_and_comes_back(engines: Engines, name: str) -
         assert 0 < engine.ledger.of(SESSIONS) <= 2.5 * size
     assert [kept.cache is None for kept in driver.kept] == [True, False, False]
     assert all(kept.nbytes == 0 for kept in driver.kept if kept.cache is None)
-    held = chats[1].held
-    asked = chats[1].ask(driver, "Why?")  # now the third is the longest unused
-    assert asked.cached == held and engine.ledger.of(SESSIONS) <= 2.5 * size
-    held = chats[0].held
-    asked = chats[0].ask(driver, "Why?")
-    assert asked.cached == held and asked.why == "the rest is new"
+    asked = chats[1].goes_on(driver)  # now the third is the longest unused
+    assert engine.ledger.of(SESSIONS) <= 2.5 * size
+    asked = chats[0].goes_on(driver)
+    assert asked.why == "the rest is new"
     summary = driver.service.memory.summary()
     assert (summary["kept"], summary["in_memory"], summary["on_disk"]) == (3, 2, 3)
     assert [kept.cache is None for kept in driver.kept] == [True, False, False]
-    held = chats[2].held
-    assert chats[2].ask(driver, "Why?").cached == held
+    chats[2].goes_on(driver)
 
 
 @pytest.mark.parametrize("name", ["llama", HYBRID])
@@ -101,14 +105,13 @@ def test_a_turn_takes_the_memory_of_the_one_before(engines: Engines, name: str) 
         asked.channel.gone = True
         driver.finish()
         assert driver.kept == [kept]
-        assert chat.ask(driver, "Why?").cached == held
+        chat.goes_on(driver)
 
 
 def test_without_memory_the_disk_remembers(engines: Engines) -> None:
     driver, chat = Driver(engines(HYBRID)[0], cache_bytes=0), Chat(engines, HYBRID, LONG)
     for turn in range(3):
-        held = chat.held
-        assert chat.ask(driver, "Why?" if turn else None).cached == held
+        chat.goes_on(driver, "Why?" if turn else None)
         assert driver.engine.ledger.of(SESSIONS) == 0
     (kept,) = driver.kept
     assert kept.cache is None and kept.saved and kept.points
@@ -145,8 +148,7 @@ def test_the_oldest_leave_the_disk(engines: Engines, homes: Path) -> None:
         chat.ask(driver)
     assert first not in directories(homes) and len(directories(homes)) == len(driver.kept) == 2
     assert chats[0].ask(driver, "Why?").cached < 40
-    held = chats[3].held
-    assert chats[3].ask(driver, "Why?").cached == held
+    chats[3].goes_on(driver)
     assert len(directories(homes)) == len(driver.kept) == 2
 
 
@@ -157,14 +159,12 @@ def test_one_over_the_budget_of_the_disk_does_not_empty_it(engines: Engines, hom
     (small,) = directories(homes)
     size = sum(file.stat().st_blocks * 512 for file in small.iterdir())
     driver = Driver(engine, spill_bytes=size + 4096)
-    held = chat.held
-    book = Chat(engines, "llama", BOOK)
+    held, book = chat.held, Chat(engines, "llama", BOOK)
     book.ask(driver)
     assert directories(homes) == [small]
     assert [kept.path for kept in driver.kept] == [small, None]
     assert chat.ask(driver, "Why?").cached == held
-    held = book.held
-    assert book.ask(driver, "Why?").cached == held  # of the device
+    book.goes_on(driver)  # of the device
 
 
 # --------------------------------------------------------------------------------- restarts, damage
@@ -191,9 +191,8 @@ def test_a_restart_finds_all(engines: Engines, name: str, homes: Path) -> None:
         expected = max(usable(kept, asked.prompt) for kept in before.values())
         assert asked.cached == expected > 20  # where it leaves the kept one
         assert asked.answer == chat.plain.answer(branch)
-        held = chat.held
-        asked = chat.ask(driver, "Bye.")
-        assert asked.cached == held and asked.why == "the rest is new"
+        asked = chat.goes_on(driver, "Bye.")
+        assert asked.why == "the rest is new"
     assert len(directories(homes)) == len(driver.kept) == 4
 
 
@@ -205,8 +204,7 @@ def test_another_model_finds_nothing(engines: Engines, homes: Path) -> None:
     asked = driver.ask(chat.messages[:2])
     assert asked.cached == 0 and asked.why == "nothing is kept"
     assert len(list(homes.iterdir())) == 2
-    held = chat.held
-    assert chat.ask(Driver(engines(HYBRID)[0]), "Why?").cached == held
+    chat.goes_on(Driver(engines(HYBRID)[0]))
 
 
 def test_a_daemon_killed_in_mid_answer_has_the_prompt(engines: Engines) -> None:
@@ -228,7 +226,7 @@ def damage(how: str, path: Path) -> None:
     file = path / ("session.msgpack" if how == "a torn header" else "cache.bin")
     data = file.read_bytes()
     if how == "other bytes":
-        file.write_bytes(bytes(byte ^ 0x55 for byte in data))
+        file.write_bytes(data.translate(bytes(byte ^ 0x55 for byte in range(256))))
     elif how == "no file":
         file.unlink()
     elif how == "another's":
@@ -254,18 +252,14 @@ def test_damage_costs_time_only(engines: Engines, homes: Path, how: str, running
     chat.ask(driver)
     (path,) = directories(homes)
     other.ask(driver)
+    damage(how, path)
     if not running:
-        damage(how, path)
         driver.restart()
-    else:
-        damage(how, path)
     asked = chat.ask(driver, "Why?")
     assert asked.cached == 0 and not driver.said
     assert len([kept for kept in driver.kept if kept.tokens[0] == 1]) == 2
-    held = chat.held
-    assert chat.ask(driver, "Bye.").cached == held
-    held = other.held
-    assert other.ask(driver, "Bye.").cached == held
+    chat.goes_on(driver, "Bye.")
+    other.goes_on(driver, "Bye.")
 
 
 @pytest.mark.parametrize("cache", [0, 2 << 30])
@@ -276,19 +270,16 @@ def test_two_daemons_in_one_place(engines: Engines, homes: Path, cache: int) -> 
     chat.ask(here)
     there, branch = Driver(engine, cache_bytes=cache), Chat(engines, HYBRID, LONG)
     branch.messages, branch.held = list(chat.messages), chat.held
-    held = chat.held
-    assert branch.ask(there, "Who are you?").cached == held  # and takes its directory over
+    branch.goes_on(there, "Who are you?")  # and takes its directory over
     for turn in range(2):
         held = chat.held
         asked = chat.ask(here, f"{turn}. Why?")
         assert asked.cached == (held if turn or cache else 0)
-        held = branch.held
-        assert branch.ask(there, f"{turn}. And then?").cached == held
+        branch.goes_on(there, f"{turn}. And then?")
     assert not here.said and not there.said
     here.restart()
     for one in (chat, branch):
-        held = one.held
-        assert one.ask(here, "Bye.").cached == held
+        one.goes_on(here, "Bye.")
 
 
 def test_what_is_no_conversation_is_not_taken_for_one(engines: Engines, homes: Path) -> None:
@@ -300,8 +291,7 @@ def test_what_is_no_conversation_is_not_taken_for_one(engines: Engines, homes: P
     (path.parent / "file").write_text("x")
     driver.restart()
     assert [kept.path for kept in driver.kept] == [path]
-    held = chat.held
-    assert chat.ask(driver, "Why?").cached == held
+    chat.goes_on(driver)
 
 
 def test_a_full_disk_is_told_of_once(engines: Engines, homes: Path, monkeypatch) -> None:
@@ -313,8 +303,7 @@ def test_a_full_disk_is_told_of_once(engines: Engines, homes: Path, monkeypatch)
 
     monkeypatch.setattr(Session, "commit", fails)
     for turn in range(3):
-        held = chat.held
-        assert chat.ask(driver, "Why?" if turn else None).cached == held
+        chat.goes_on(driver, "Why?" if turn else None)
     assert driver.said == [
         "conversations are not kept on disk: cannot save session x: no space left on device"
     ]
@@ -322,8 +311,7 @@ def test_a_full_disk_is_told_of_once(engines: Engines, homes: Path, monkeypatch)
     monkeypatch.setattr(Session, "commit", commit)
     chat.ask(driver, "And then?")  # there is room again
     driver.restart()
-    held = chat.held
-    assert chat.ask(driver, "Bye.").cached == held
+    chat.goes_on(driver, "Bye.")
     assert len(driver.said) == 1
 
 
@@ -352,8 +340,7 @@ def test_a_write_that_fails_costs_nothing_else(
     driver.service.save_all()
     assert len(directories(homes)) == 1
     driver.restart()
-    held = chat.held
-    assert chat.ask(driver, "Why?").cached == held
+    chat.goes_on(driver)
 
 
 # ----------------------------------------------------------------------------------- interruptions
@@ -393,5 +380,4 @@ def test_a_cancelled_answer_leaves_no_trace(engines: Engines, name: str) -> None
         driver.finish()
         assert asked.over and len(driver.kept) == 1
         assert driver.engine.ledger.of(CACHE) == 0
-    held = chat.held
-    assert chat.ask(driver, "Why?").cached == held
+    chat.goes_on(driver)

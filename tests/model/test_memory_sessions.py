@@ -8,14 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.model.service_driver import (
-    Asked,
-    Driver,
-    Engines,
-    assistant,
-    user,
-    words,
-)
+from tests.model.service_driver import Asked, Driver, Engines, assistant, user, words
 from toastkit.errors import IOFailure
 from toastkit.frames import Tokens, pack_ids
 from toastkit.interrupts import Interrupt

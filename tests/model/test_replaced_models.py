@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,8 +14,10 @@ from tests.model.service_driver import THINKING, Engines, Plain
 from tests.model.worker_driver import PROMPT, answer_of, done, until
 from toastkit.engine.opening import open_engine
 from toastkit.errors import DataError
-from toastkit.model.config import fingerprint
-from toastkit.model.locate import CRUMB, locate
+from toastkit.model.config import fingerprint, load_config
+from toastkit.model.locate import locate
+from toastkit.store.bake import bake
+from toastkit.store.store import Store
 
 
 @pytest.fixture
@@ -87,13 +88,14 @@ def test_a_replacement_that_cannot_be_read_is_told(start, model: Path, plain: Pl
     assert running.answer() == expected(model)
 
 
-def test_a_file_that_becomes_no_model_is_told(start, tmp_path: Path, monkeypatch) -> None:
-    model = tmp_path / "m.toast"
-    shutil.copy(CRUMB, model)
-    running = start(model=model)
+def test_a_file_that_becomes_no_model_is_told(start, model: Path, tmp_path: Path) -> None:
+    files, model = locate(str(model)), tmp_path / "m.toast"
+    with Store(files, load_config(files)) as store:
+        bake(store, model)
+    whole, running = model.read_bytes(), start(model=model)
     answer = running.answer()
     for size in (1000, 2000):
-        (tmp_path / "new").write_bytes(CRUMB.read_bytes()[:size])
+        (tmp_path / "new").write_bytes(whole[:size])
         (tmp_path / "new").rename(model)
         channel = running.ask()
         done(channel)
@@ -101,7 +103,7 @@ def test_a_file_that_becomes_no_model_is_told(start, tmp_path: Path, monkeypatch
         (note,) = channel.one("stats")["notes"]
         assert "m.toast" in note
     assert len(running.said) == 1
-    shutil.copy(CRUMB, tmp_path / "new")
+    (tmp_path / "new").write_bytes(whole)
     (tmp_path / "new").rename(model)
     assert running.answer() == answer and running.said[1:] == [f"reloaded {model}"]
 
@@ -131,8 +133,7 @@ def test_a_reload_takes_what_has_changed(start, model: Path) -> None:
     until(lambda: len(running.said) == 2)
     assert running.said[1] == f"reloaded {model}"
     done(waiting)
-    expected = Plain(open_engine(locate(str(model)), dtype="float32")).answer(PROMPT)
-    assert answer_of(waiting) == running.answer() == expected
+    assert answer_of(waiting) == running.answer() == expected(model)
     assert running.worker.status()["fingerprint"] == fingerprint(locate(str(model))) != old
 
 

@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.model.service_driver import (
-    Asked,
-    Driver,
-    Engines,
-    FakeChannel,
-    Plain,
-    user,
-)
+from tests.model.service_driver import Asked, Driver, Engines, FakeChannel, Plain, user
 from toastkit.daemon import stepper as stepper_module
 from toastkit.daemon.memory import Memory
 from toastkit.engine.batch import can_batch
@@ -85,16 +78,6 @@ def test_several_at_once_are_each_alone(engines: Engines, name: str, batch: int)
     assert not driver.said or not together
 
 
-def test_the_embedded_model_serves_two(engines: Engines) -> None:
-    engine, plain = engines("crumb")
-    driver = Driver(engine)
-    for options in ({"max_tokens": 5}, {"max_tokens": 5, **SEEDED}):
-        asked = [driver.start(what, **options) for what in ("Who are you?", "What is a river?")]
-        driver.finish()
-        for one, what in zip(asked, ("Who are you?", "What is a river?")):
-            same(one, plain, what, **options)
-
-
 def test_an_architecture_that_cannot_be_batched_takes_turns(llama, monkeypatch) -> None:
     engine, plain = llama
     monkeypatch.setattr(stepper_module, "can_batch", lambda engine: False)
@@ -107,18 +90,17 @@ def test_an_architecture_that_cannot_be_batched_takes_turns(llama, monkeypatch) 
     assert line.endswith("llama cannot be batched: conversations take their steps in turn")
 
 
-@pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
-def test_the_same_question_three_times(llama, sampling: dict) -> None:
+def test_the_same_question_three_times(llama) -> None:
     engine, plain = llama
     driver = Driver(engine)
     counts = (12, 5, 9)  # the second leaves before the first
-    asked = [driver.start("Why?", **{**sampling, "max_tokens": n}) for n in counts]
+    asked = [driver.start("Why?", **{**SEEDED, "max_tokens": n}) for n in counts]
     driver.finish()
     for one, count in zip(asked, counts):
-        same(one, plain, "Why?", **{**sampling, "max_tokens": count})
+        same(one, plain, "Why?", **{**SEEDED, "max_tokens": count})
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "falcon_h1"])
+@pytest.mark.parametrize("name", ["gemma3_text", "falcon_h1"])
 def test_one_that_comes_later(engines: Engines, name: str) -> None:
     """It joins the others in mid-answer, with a prompt that is longer than theirs; one leaves; one
     comes back for its next turn."""
@@ -185,7 +167,7 @@ def test_a_long_prompt_does_not_hold_up_an_answer(slow_llama) -> None:
     answering = [driver.start(prompt, max_tokens=400) for prompt in PROMPTS[:2]]
     driver.turns_until(lambda: all(one.conversation.want == "step" for one in answering))
     sizes.clear()
-    prompt = [5 + n % 3000 for n in range(1200)]
+    prompt = [5 + n % 3000 for n in range(800)]
     reader, passes = driver.start(prompt, max_tokens=3), 0
     while reader.conversation.reading:
         before, steps = reader.read, [len(one.ids) for one in answering]
@@ -201,19 +183,19 @@ def test_a_long_prompt_does_not_hold_up_an_answer(slow_llama) -> None:
     driver.finish()
     same(reader, plain, prompt, max_tokens=3)
     done = [one["done"] for one in reader.channel.all_of("progress")]
-    assert done == sorted(done) and all(0 <= n < 1200 for n in done)
+    assert done == sorted(done) and all(0 <= n < len(prompt) for n in done)
 
 
 def test_a_resumed_prompt_does_not_make_the_slices_long(slow_llama) -> None:
     """What came from the cache was not read, and says nothing of how fast the device reads."""
     engine, _ = slow_llama
     driver = Driver(engine)
-    prompt = [5 + n % 3000 for n in range(1500)]
+    prompt = [5 + n % 3000 for n in range(500)]
     driver.ask(prompt, max_tokens=1)
     answering = driver.start("Why?", max_tokens=100)
     driver.turns_until(lambda: answering.conversation.want == "step")
     driver.service.rate = None
-    driver.start([*prompt, *range(9, 900)])
+    driver.start([*prompt, *range(9, 300)])
     for _ in range(3):
         before = driver.service.slice_size()
         driver.service.turn()
@@ -269,8 +251,7 @@ class Raising(FakeChannel):
         super().reply(message)
 
 
-@pytest.mark.parametrize("batch", [8, 1])
-@pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(("batch", "sampling"), [(8, {}), (1, SEEDED)])
 def test_a_bug_ends_one_conversation(llama, sampling: dict, batch: int) -> None:
     engine, plain = llama
     driver = Driver(engine, batch=batch)
