@@ -262,6 +262,6 @@ class _ByteFallback:
 
 def byte_alphabet() -> str:
     """Return 256 characters, the i-th for byte i: itself if printable, else from U+0100 on."""
-    prints = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return "".join(chr(b) if b in prints else chr(next(others)) for b in range(256))
