@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import resource
-import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from measure import machine
@@ -146,14 +147,12 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=3.0)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     options = parser.parse_args()
-    if options.measure:
-        source, out = options.measure
-        print(json.dumps(measure(options.cases[0], source, Path(out))))
-        return
     found = {}
+    # Processes of a server that has imported all and computed nothing.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["mlx.core", "toastkit.engine.device", "toastkit.store.bake"])
     with tempfile.TemporaryDirectory() as folder:
         for case in options.cases or CASES:
             experts = EXPERTS if case == "experts" else 0
@@ -161,10 +160,11 @@ def main() -> None:
             if not source.exists():
                 source.mkdir()
                 write_model(source, options.hidden, int(options.gib * 2**30), experts)
-            with tempfile.TemporaryDirectory() as out:
-                command = [sys.executable, __file__, "--measure", str(source), out, "--", case]
-                done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-                found[case] = json.loads(done.stdout)
+            with (
+                tempfile.TemporaryDirectory() as out,
+                ProcessPoolExecutor(1, mp_context=processes) as pool,
+            ):
+                found[case] = pool.submit(measure, case, str(source), Path(out)).result()
     print(json.dumps(found)) if options.json else report(found)
 
 

@@ -17,7 +17,7 @@ CONSTANT = 24 << 20
 
 def test_the_peak_is_bounded_by_the_largest_layer() -> None:
     large = os.environ.get("BAKE_GIB")
-    size = ["--gib", large] if large else ["--gib", "0.06", "--hidden", "320"]
+    size = ["--gib", large] if large else ["--gib", "0.04", "--hidden", "192"]
     done = subprocess.run([sys.executable, str(BENCHMARK), *size, "--json"], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     found = json.loads(done.stdout)
