@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
 from tests.model.checkpoints import loaded_model
 from tests.model.published import NAMES, write_published
@@ -52,14 +54,9 @@ def look(files: ModelFiles) -> tuple[Store, dict[str, Any]]:
     return store, anatomy(store, complain)
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def published(request, tmp_path_factory) -> tuple[str, ModelFiles]:
-    path = write_published(tmp_path_factory.mktemp("published") / request.param, request.param)
-    return request.param, locate(str(path))
-
-
-def test_an_architecture(published: tuple[str, ModelFiles]) -> None:
-    name, files = published
+@pytest.mark.parametrize("name", NAMES)
+def test_an_architecture(name: str, tmp_path: Path) -> None:
+    files = locate(str(write_published(tmp_path / name, name)))
     store, found = look(files)
     assert found["layer_kinds"] == KINDS[name]
     assert found["layers"] == sum(KINDS[name].values()) == store.layer_count
@@ -73,11 +70,12 @@ def test_an_architecture(published: tuple[str, ModelFiles]) -> None:
     stacked = sum(n for path, n in sizes.items() if ".switch_" in path or ".experts." in path)
     assert bool(stacked) == moe
     assert found["active_parameters"] == sum(sizes.values()) - stacked * 6 // 8
+    check_bytes(name, store, found)
+    check_caches(files, found["cache"])
 
 
-def test_bytes_by_part(published: tuple[str, ModelFiles]) -> None:
-    name, files = published
-    store, found = look(files)
+def check_bytes(name: str, store: Store, found: dict[str, Any]) -> None:
+    """Bytes by part."""
     sizes = found["bytes"]
     assert tuple(sizes) == PARTS
     assert sum(sizes.values()) == sum(map(store.nbytes, store.names))
@@ -89,11 +87,8 @@ def test_bytes_by_part(published: tuple[str, ModelFiles]) -> None:
     assert (sizes["mlp"] > 0) == ("dense" in kinds or name in SHARED)
 
 
-def test_caches_are_those_of_the_loaded_model(published: tuple[str, ModelFiles]) -> None:
-    from mlx_lm.models.cache import make_prompt_cache
-
-    _, files = published
-    _, found = look(files)
+def check_caches(files: ModelFiles, found: dict[str, Any]) -> None:
+    """Their sizes are those of the caches of the loaded model after a step."""
     model = loaded_model(files)
     cache = make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.uint32), cache=cache)  # lazy: the CPU has no experts in 16 bits
@@ -105,9 +100,8 @@ def test_caches_are_those_of_the_loaded_model(published: tuple[str, ModelFiles])
             window += part.nbytes * part.max_size // part.keys.shape[2]
         else:
             grows += part.nbytes * 1024 // part.keys.shape[2]
-    assert found["cache"]["bytes_per_1024_tokens"] == grows
-    assert found["cache"]["window_bytes"] == window
-    assert found["cache"]["state_bytes"] == state
+    assert (found["bytes_per_1024_tokens"], found["window_bytes"]) == (grows, window)
+    assert found["state_bytes"] == state
 
 
 def test_crumb_is_what_its_card_says() -> None:
