@@ -13,7 +13,7 @@ from toastkit.daemon.requests import make_request
 from toastkit.session.directory import Session
 from toastkit.store.ledger import CACHE
 
-PROMPT = list(range(100, 124))
+PROMPT = list(range(100, 110))
 
 
 class FakeChannel:

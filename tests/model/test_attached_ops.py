@@ -34,7 +34,7 @@ def free(path: Path) -> bool:
 # ----------------------------------------------------------------------------------------- a run
 
 
-@pytest.mark.parametrize("size", [1000, 7])
+@pytest.mark.parametrize("size", [1000, 4])
 def test_logits_are_those_of_the_engine(client: Client, size: int) -> None:
     engine = client.service.engine
     state, _ = engine.restore(None, PROMPT)
@@ -49,21 +49,16 @@ def test_logits_are_those_of_the_engine(client: Client, size: int) -> None:
     assert client.op("commit") == {} and client.op("release") == {}
 
 
-def test_passes_end_before_the_last_token(client: Client) -> None:
+def test_where_passes_end(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Early while others answer; and before the last token."""
     client.restore(PROMPT)
-    assert client.op("read", ids=PROMPT) == {"held": 23, "logits": None}
-    last = client.op("read", ids=PROMPT[23:])
-    assert last["held"] == 24 and values_of(last).shape == (4096,)
-
-
-def test_a_slice_is_short_while_others_answer(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client.restore(PROMPT)
-    monkeypatch.setattr(type(client.service), "slice_size", lambda self: 6)
-    assert client.op("read", ids=PROMPT[:20])["held"] == 6
-    monkeypatch.setattr(type(client.service), "slice_size", lambda self: None)
-    assert client.op("read", ids=PROMPT[6:20])["held"] == 20
+    with monkeypatch.context() as patch:
+        patch.setattr(type(client.service), "slice_size", lambda self: 3)
+        assert client.op("read", ids=PROMPT[:7])["held"] == 3
+    assert client.op("read", ids=PROMPT[3:7])["held"] == 7
+    assert client.op("read", ids=PROMPT[7:]) == {"held": 9, "logits": None}
+    last = client.op("read", ids=PROMPT[9:])
+    assert last["held"] == 10 and values_of(last).shape == (4096,)
 
 
 def test_what_attach_tells(client: Client) -> None:
@@ -90,17 +85,20 @@ def test_a_session_is_written_under_the_lock_that_was_lent(client: Client, tmp_p
     with Session.open(tmp_path / "s", client.preparer.fingerprint) as session:
         assert session.tokens == [*PROMPT, 5]
         # crumb has recurrent layers: it is resumed at its end or not at all
-        assert client.restore([*PROMPT, 5, 6], session)["cached"] == 25
+        assert client.restore([*PROMPT, 5, 6], session)["cached"] == 11
         whole = client.restore([*PROMPT, 5], session)
-        assert whole["cached"] == 25 and not np.array_equal(values_of(whole), values_of(last))
+        assert whole["cached"] == 11 and not np.array_equal(values_of(whole), values_of(last))
     forked = client.restore([*PROMPT, 5, 7], source=str(tmp_path / "s"))
-    assert forked["cached"] == 25
+    assert forked["cached"] == 11
     assert free(tmp_path / "s")
 
 
 def test_the_lock_is_shared_until_both_let_go(client: Client, tmp_path: Path) -> None:
+    """Its holder is the one who lent it."""
     session = Session.open(tmp_path / "s", client.preparer.fingerprint)
+    (tmp_path / "s" / "lock").write_text("4711\n")
     client.restore(PROMPT, session)
+    assert (tmp_path / "s" / "lock").read_text() == "4711\n"
     client.read(PROMPT)
     client.op("commit")
     session.close()
@@ -158,13 +156,6 @@ def test_an_unborn_or_ephemeral_session_is_not_ours_to_remove(client: Client) ->
         client.op("release")
         assert session.path.is_dir() and client.restore(PROMPT, session)["cached"] == 0
     assert not session.path.exists()
-
-
-def test_the_holder_is_the_one_who_lent_the_lock(client: Client, tmp_path: Path) -> None:
-    with Session.open(tmp_path / "s", client.preparer.fingerprint) as session:
-        (tmp_path / "s" / "lock").write_text("4711\n")
-        client.restore(PROMPT, session)
-        assert (tmp_path / "s" / "lock").read_text() == "4711\n"
 
 
 def test_locks_that_are_none(client: Client, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_what_attach_refuses(client: Client, fields: dict, kind: type, text: str
 
 
 READ = [("restore", {"session": None, "source": None, "ids": PROMPT}), ("read", {"ids": PROMPT}),
-        ("read", {"ids": PROMPT[23:]})]  # fmt: skip
+        ("read", {"ids": PROMPT[9:]})]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ READ = [("restore", {"session": None, "source": None, "ids": PROMPT}), ("read", 
         (0, "release", {"now": 1}, "release takes no field 'now'"),
         (1, "step", {"token": 1}, "step: the prompt has not been read to its end"),
         (1, "read", {"ids": [1]}, "ids: not those that come next in the prompt"),
-        (2, "read", {"ids": [*PROMPT[23:], 1]}, "ids: not those that come next in the prompt"),
+        (2, "read", {"ids": [*PROMPT[9:], 1]}, "ids: not those that come next in the prompt"),
         (3, "read", {"ids": [1]}, "read: the prompt has been read"),
         (3, "step", {"token": 4096}, "token: not an id below 4096"),
         (3, "step", {"token": None}, "token: not an id below 4096"),
@@ -88,9 +88,9 @@ def test_attach_comes_first(client: Client) -> None:
 def test_no_more_than_the_context_holds(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     client.restore(PROMPT)
     client.read(PROMPT)
-    monkeypatch.setattr(client.service.engine, "context", 25)
+    monkeypatch.setattr(client.service.engine, "context", 11)
     client.op("step", token=1)
-    with pytest.raises(DataError, match="context of 25 tokens is full"):
+    with pytest.raises(DataError, match="context of 11 tokens is full"):
         client.op("step", token=1)
 
 
