@@ -13,17 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.model.moe_checkpoints import NAMES
-from tests.model.moe_engines import (
-    MIDDLE,
-    Made,
-    arrays,
-    engines,
-    prompt_of,
-    read,
-    read_once,
-    same,
-)
+from tests.conftest import examples
+from tests.model.moe_engines import MIDDLE, Made, arrays, engines, prompt_of, read, read_once, same
 from toastkit.engine.big_little import confidence
 from toastkit.engine.engine import Engine
 from toastkit.engine.geared import score_in_gears, score_in_steps
@@ -37,7 +28,7 @@ from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.policy import Wish
 from toastkit.residency.residency_options import ResidencyOptions
 
-COUNT = 6  # tokens of an answer
+COUNT = 4  # tokens of an answer
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +55,16 @@ def answer(engine: Engine, ahead: bool = True, count: int = COUNT) -> tuple[list
 # --------------------------------------------------------------------------------- the two limits
 
 
+# One for each kind of cache; that a step that falls back is big is seen of others in
+# test_common_part.py.
 @pytest.mark.parametrize(
-    ("name", "ahead"), [*((name, True) for name in NAMES), ("qwen3_next", False)]
-)
+    ("name", "ahead"),
+    [("qwen2_moe", True), ("qwen3_next", True), ("qwen3_next", False), ("gpt_oss", True),
+     ("deepseek_v3", True)],
+)  # fmt: skip
 def test_gamma_one_is_big_and_gamma_zero_is_little(made: Made, name: str, ahead: bool) -> None:
     """Tokens, logits and state, to the bit."""
-    for gamma, mode, passed in (
-        (1.0, "big", Passed(4, True)),
-        (0.0, "little", Passed(2, False)),
-    ):
+    for gamma, mode, passed in ((1.0, "big", Passed(4, True)), (0.0, "little", Passed(2, False))):
         tokens, logits, state = answer(made(name, "mobile", gamma), ahead)
         wanted, expected, plain = answer(made(name, mode))
         assert tokens == wanted and same(logits, expected)
@@ -91,6 +83,18 @@ def test_big_is_the_model_without_a_policy(made: Made) -> None:
     tokens, logits, state = answer(plain)
     assert state.passed is None and same(logits, answer(made("qwen3_next", "big"))[1])
     assert not same(logits[1:], answer(made("qwen3_next", "little"))[1][1:])
+
+
+@given(
+    st.lists(st.floats(-60, 60, width=32), min_size=1, max_size=600),
+    st.sampled_from([0.0, 1e4, -1e4]),
+)
+@settings(max_examples=examples(30), deadline=None)
+def test_confidence_is_a_probability(values: list[float], shift: float) -> None:
+    logits = np.array(values, np.float32) + np.float32(shift)
+    found = confidence(mx.array(logits)).item()
+    expected = 1 / np.exp(logits.astype(np.float64) - logits.max()).sum()
+    assert found <= 1 and abs(found - expected) < 1e-5 * expected + 1e-9
 
 
 # ------------------------------------------------------------------- a pass that is taken back
@@ -114,7 +118,7 @@ def by_hand(big: Engine, little: Engine, gamma: float, tokens: Sequence[int]) ->
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss", "deepseek_v3"])
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(data=st.data())
 def test_what_is_taken_back_leaves_nothing(made: Made, name: str, data: st.DataObject) -> None:
     """At any gamma: logits and state are those of passes of which none was ever taken back; and
@@ -141,16 +145,16 @@ def test_what_is_taken_back_leaves_nothing(made: Made, name: str, data: st.DataO
 def test_a_window_that_is_full_gets_its_row_back(made: Made) -> None:
     """gpt_oss keeps 32 positions in every other layer: step over its end, in place."""
     engine = made("gpt_oss", "mobile", 1.0)
-    assert len(prompt_of(engine)) > 32
-    _, logits, state = answer(engine, count=40)
-    _, expected, plain = answer(made("gpt_oss", "big"), count=40)
+    assert len(prompt_of(engine)) == 40
+    _, logits, state = answer(engine, count=26)
+    _, expected, plain = answer(made("gpt_oss", "big"), count=26)
     assert same(logits, expected) and same(arrays(state.cache), arrays(plain.cache))
 
 
 @pytest.mark.parametrize("when", ["little", "big"])
 def test_a_pass_that_fails_leaves_the_state_as_it_was(made: Made, monkeypatch, when: str) -> None:
     engine = made("qwen3_next", "mobile", 1.0)
-    state, twin = (read(engine, prompt_of(engine)) for _ in range(2))
+    state, twin = (read_once(engine, prompt_of(engine)) for _ in range(2))
     logits, run = state.logits, engine.step
     passes = []
 
@@ -172,29 +176,16 @@ def test_a_pass_that_fails_leaves_the_state_as_it_was(made: Made, monkeypatch, w
     assert {block.k for block in engine.experts.blocks} == {2}
 
 
-def test_gamma_one_falls_back_however_sure_it_is(made: Made, monkeypatch) -> None:
-    engine = made("olmoe", "mobile", 1.0)
-    run, sure = engine.step, mx.zeros(engine.vocab).at[7].add(1e4)
-    assert confidence(sure).item() == 1
+@pytest.mark.parametrize(("gamma", "value"), [(1.0, 1e4), (0.0, float("nan"))])
+def test_what_is_never_kept(made: Made, monkeypatch, gamma: float, value: float) -> None:
+    """At gamma 1 no little pass, however sure; at 0 none whose logits are no numbers."""
+    engine = made("olmoe", "mobile", gamma)
+    run, odd = engine.step, mx.zeros(engine.vocab).at[7].add(value)
+    assert confidence(odd).item() == 1 or not gamma
     monkeypatch.setattr(
-        engine,
-        "step",
-        lambda t, c: sure + 0 * run(t, c) if engine.experts.k_now == 2 else run(t, c),
+        engine, "step", lambda t, c: odd + 0 * run(t, c) if engine.experts.k_now == 2 else run(t, c)
     )
-    state = read(engine, prompt_of(engine))
-    engine.consume(state, 9)
-    assert state.passed == Passed(4, True)
-
-
-def test_logits_that_are_no_numbers_are_not_kept(made: Made, monkeypatch) -> None:
-    engine = made("olmoe", "mobile", 0.0)
-    run = engine.step
-    monkeypatch.setattr(
-        engine,
-        "step",
-        lambda t, c: run(t, c) * (float("nan") if engine.experts.k_now == 2 else 1),
-    )
-    state = read(engine, prompt_of(engine)[:-1])
+    state = read(engine, prompt_of(engine, 5))
     engine.consume(state, 9)
     assert state.passed == Passed(4, True) and np.isfinite(np.array(state.logits)).all()
 
@@ -204,22 +195,20 @@ def test_logits_that_are_no_numbers_are_not_kept(made: Made, monkeypatch) -> Non
 
 def test_the_prompt_is_read_as_it_is_said_to_be(made: Made) -> None:
     """Its last token too, whose logits give the first token of an answer."""
-    for mode in ("big", "little", "mobile"):
-        for prompt in ("big", "little"):
-            engine = made("qwen3_next", mode, prompt=prompt)
-            state = read(engine, prompt_of(engine))
-            whole = made("qwen3_next", prompt, prompt=prompt)
-            assert np.array_equal(
-                np.array(state.logits), np.array(read(whole, prompt_of(whole)).logits)
-            )
-            assert state.passed is None
+    for prompt in ("big", "little"):
+        whole = made("olmoe", prompt, prompt=prompt)
+        expected = np.array(read(whole, prompt_of(whole, 20)).logits)
+        for mode in {"big", "little", "mobile"} - {prompt}:
+            engine = made("olmoe", mode, prompt=prompt)
+            state = read(engine, prompt_of(engine, 20))
+            assert np.array_equal(np.array(state.logits), expected) and state.passed is None
 
 
 def test_each_pass_has_its_own_k(made: Made) -> None:
     """A step that is looked ahead to, with the prompt of another between, and after one that fell
     back."""
     engine = made("qwen3_next", "mobile", 1.0)
-    first = read(engine, prompt_of(engine))
+    first = read_once(engine, prompt_of(engine))
     engine.look_ahead(first)  # after a prompt, which the big model reads
     assert engine.experts.k_now == 2
     other = read(engine, prompt_of(engine)[:9])
@@ -230,7 +219,7 @@ def test_each_pass_has_its_own_k(made: Made) -> None:
     engine.consume(other, 6)
     engine.consume(first, 6)
     plain = made("qwen3_next", "big")
-    alone = read(plain, prompt_of(plain))
+    alone = read_once(plain, prompt_of(plain))
     for token in (5, 6):
         plain.consume(alone, token)
     assert np.array_equal(np.array(first.logits), np.array(alone.logits))
@@ -251,8 +240,8 @@ def test_another_little_k(made: Made, chosen: LittleK, k: int) -> None:
 def test_layers_that_come_and_go(made: Made) -> None:
     some = ResidencyOptions("layers", 1)
     for gamma in (MIDDLE, 1.0):
-        tokens, logits, state = answer(made("qwen3_next", "mobile", gamma, residency=some))
-        wanted, expected, plain = answer(made("qwen3_next", "mobile", gamma))
+        tokens, logits, state = answer(made("qwen3_next", "mobile", gamma, residency=some), count=3)
+        wanted, expected, plain = answer(made("qwen3_next", "mobile", gamma), count=3)
         assert tokens == wanted and same(logits, expected)
         assert same(arrays(state.cache), arrays(plain.cache))
 
@@ -263,7 +252,7 @@ def test_gears(made: Made) -> None:
     found = []
     for mode, gamma in (("mobile", 1.0), ("big", 0.7)):
         engine = made("qwen3_next", mode, gamma, gear_options=gears)
-        state, logits = read(engine, prompt_of(engine)), []
+        state, logits = read(engine, prompt_of(engine, 9)), []
         for token, gear in zip((5, 6, 7, 8), ("low", "mid", "low", "high")):
             engine.consume(state, token, Wish(gear))
             logits.append(np.array(state.logits))
@@ -281,16 +270,16 @@ def scores(parts) -> list[float]:
 
 
 def test_texts_are_scored_by_the_pass_that_counts(made: Made) -> None:
-    ids = prompt_of(made("qwen3_next", "big"), 30)
-    wanted = {mode: scores(score(made("qwen3_next", mode), ids, 12)) for mode in ("big", "little")}
+    ids = prompt_of(made("olmoe", "big"), 20)
+    wanted = {mode: scores(score(made("olmoe", mode), ids, 8)) for mode in ("big", "little")}
     for gamma, mode in ((1.0, "big"), (0.0, "little")):
-        found = scores(score_in_steps(made("qwen3_next", "mobile", gamma), ids, 12))
-        assert len(found) == 29 and np.abs(np.subtract(found, wanted[mode])).max() < 1e-3
-    engine = made("qwen3_next", "mobile", MIDDLE)
+        found = scores(score_in_steps(made("olmoe", "mobile", gamma), ids, 8))
+        assert len(found) == 19 and np.abs(np.subtract(found, wanted[mode])).max() < 1e-3
+    engine = made("olmoe", "mobile", MIDDLE)
     engine.begin_run()
-    list(score_in_steps(engine, ids, 12))
+    list(score_in_steps(engine, ids, 8))
     report = engine.run_report()["experts"]
-    assert report["steps"] == 29 and 0 < report["fallbacks"] < 29
+    assert report["steps"] == 19 and 0 < report["fallbacks"] < 19
 
 
 def test_gears_are_shown_token_by_token_where_steps_fall_back(made: Made) -> None:
@@ -298,7 +287,7 @@ def test_gears_are_shown_token_by_token_where_steps_fall_back(made: Made) -> Non
         def choose(self, entropy: float) -> Wish:
             return Wish("low")
 
-    engine = made("qwen3_next", "mobile", MIDDLE)
+    engine = made("olmoe", "mobile", MIDDLE)
     ids = prompt_of(engine, 10)
     parts = list(score_in_gears(engine, ids, 20, Low))
     assert [gear for part in parts for gear in part.gears] == ["high"] + ["low"] * 8

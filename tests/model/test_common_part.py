@@ -20,19 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList
 
+from tests.conftest import examples
 from tests.model import test_transformers as oracle
 from tests.model.checkpoints import SIZES, random_weights, write_checkpoint
-from tests.model.moe_checkpoints import NAMES
-from tests.model.moe_engines import (
-    MIDDLE,
-    Made,
-    arrays,
-    engines,
-    prompt_of,
-    read,
-    read_once,
-    same,
-)
+from tests.model.moe_engines import MIDDLE, Made, arrays, engines, prompt_of, read_once, same
 from tests.model.reference import OLD_MLX_LM
 from tests.model.test_optimistic import hopeful, spoil
 from tests.model.test_routers import RECORDED, SHARED_SETTINGS
@@ -51,7 +42,7 @@ from toastkit.model.locate import locate
 from toastkit.residency.residency_options import ResidencyOptions
 
 __all__ = ["disk"]  # a fixture
-TOKENS = (5, 9, 6)
+TOKENS = (5, 9)
 SHARED = ("shared_experts", "shared_expert", "shared_mlp")  # what all tokens go through
 SLOTS = SlotOptions("slots", 5, "off")
 
@@ -130,10 +121,9 @@ def check(engine: Engine, plain: Engine, ahead: bool, kept: bool = True) -> None
         assert [type(module) for module in engine.model.modules()] == kinds
 
 
-@pytest.mark.parametrize(
-    ("name", "ahead"), [*((name, True) for name in NAMES), ("qwen3_next", False)]
-)
+@pytest.mark.parametrize(("name", "ahead"), [("qwen3_moe_quantised", True), ("qwen3_next", False)])
 def test_it_is_computed_once(made: Made, name: str, ahead: bool) -> None:
+    """Of packed weights; and with nothing looked ahead to."""
     check(made(name, "mobile", 1.0), made(name, "big"), ahead)
 
 
@@ -168,7 +158,7 @@ def test_of_those_that_none_has_recorded(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_next", "gpt_oss", "deepseek_v3"])
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=examples(3), deadline=None)
 @given(data=st.data())
 def test_experts_in_slots(made: Made, name: str, data: st.DataObject) -> None:
     """Whichever are there, careful or optimistic, what either pass misses: to the bit, and what is
@@ -210,7 +200,7 @@ def test_a_second_pass_that_fails_leaves_the_state_as_it_was(
 ) -> None:
     """After what is kept took its place."""
     engine, plain = made(name, "mobile", 1.0, expert_slots=SLOTS), made(name, "big")
-    state, twin, big = (read(one, prompt_of(one)) for one in (engine, engine, plain))
+    state, twin, big = (read_once(one, prompt_of(one)) for one in (engine, engine, plain))
     failed = 0
     with calls(engine) as log:
         for n in range(0, 200, 3):
@@ -247,32 +237,21 @@ def test_layers_that_come_and_go_run_twice(made: Made) -> None:
 @pytest.mark.skipif(OLD_MLX_LM, reason="the old mlx_lm has other batched caches")
 @pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss", "deepseek_v3", "qwen2_moe"])
 def test_a_batch(made: Made, name: str) -> None:
-    """All of whose rows fall back; of which some do, it is computed again for these."""
-    plain = made(name, "big")
-    common, _ = common_of(plain)
+    """All of whose rows fall back; of which some do, it is computed again for these. (That states
+    and logits are those of the big model: test_batch_fallbacks.py.)"""
+    common, _ = common_of(made(name, "big"))
     for gamma in (1.0, MIDDLE):
         engine = made(name, "mobile", gamma)
-        batch, whole = Batch(engine), Batch(plain)
-        for one, its in ((batch, engine), (whole, plain)):
-            one.join([read(its, prompt_of(its, n)) for n in (28, 40, 9)])
+        batch = Batch(engine)
+        batch.join([read_once(engine, prompt_of(engine, n)) for n in (28, 9)])
         for step in range(4):
             with calls(engine) as log:
-                batch.step([(5 + 97 * step + 11 * row) % 4096 for row in range(3)])
+                batch.step([5 + 97 * step, 16 + 97 * step])
             fell = [state.passed.fallback for state in batch.members]
             times = 2 if any(fell) and not all(fell) else 1
             found = Counter(log)
             assert {p: found[p] for p in common} == {p: times * n for p, n in common.items()}
-            if gamma == 1:
-                assert all(fell)
-                whole.step([(5 + 97 * step + 11 * row) % 4096 for row in range(3)])
-                logits = [[np.array(s.logits) for s in one.members] for one in (batch, whole)]
-                assert same(*logits)
-        if gamma == 1:
-            for one in (batch, whole):
-                one.held = list(one.members)
-                one.leave(one.held)
-            for mine, theirs in zip(batch.held, whole.held):
-                assert same(arrays(mine.cache), arrays(theirs.cache))
+            assert all(fell) or gamma < 1
 
 
 # ------------------------------------------------------------------- architectures built otherwise
