@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import examples
 from tests.model.moe_engines import read
 from tests.model.published import write_published
 from tests.model.test_expert_slots import PROMPT, answer, opened
@@ -29,12 +30,6 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_published(tmp_path_factory.mktemp("failing") / "olmoe", "olmoe")
 
 
-@pytest.fixture(scope="module")
-def next_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With recurrent layers."""
-    return write_published(tmp_path_factory.mktemp("failing") / "next", "qwen3_next")
-
-
 def contents(engine: Engine) -> bool:
     """Whether all slots hold the expert that their table says."""
     for layer in engine.holdings.slots.layers:
@@ -48,13 +43,13 @@ def contents(engine: Engine) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", ["olmoe", "next_model"])
-def test_a_step_that_fails_leaves_all_as_it_was(name: str, request, disk: Disk) -> None:
-    path = request.getfixturevalue(name)
+@pytest.mark.parametrize("name", ["olmoe", "qwen3_next"])
+def test_a_step_that_fails_leaves_all_as_it_was(name: str, tmp_path: Path, disk: Disk) -> None:
+    path = write_published(tmp_path / name, name)
     engine, whole = opened(path, 2), opened(path)
     state, other = read(engine, PROMPT), read(whole, PROMPT)
     failed = 0
-    for token in (9, 17, 33, 65, 129, 257):
+    for token in (9, 17, 33, 65):
         held = list(state.tokens)
         for left in range(3):
             disk.left = left
@@ -75,7 +70,7 @@ def test_a_step_that_fails_leaves_all_as_it_was(name: str, request, disk: Disk) 
         state.tokens.append(token)
         whole.consume(other, token)
         assert mx.array_equal(state.logits, other.logits).item()
-    assert failed > 6
+    assert failed > 4
 
 
 def test_a_prompt_that_fails_is_read_again(olmoe: Path, disk: Disk) -> None:
@@ -98,7 +93,6 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
     engine = opened(path, 2)
     state = read(engine, PROMPT)
     file = next(path.glob("*.safetensors"))
-    size = file.stat().st_size
     before = engine.ledger.by_owner()
     os.truncate(file, 4096)
     with pytest.raises(DataError) as caught:
@@ -106,7 +100,6 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
             engine.consume(state, token)
     assert "shorter than it was" in str(caught.value) or "have changed" in str(caught.value)
     assert engine.ledger.by_owner().get("experts") == before["experts"]
-    os.truncate(file, size)
 
 
 def test_a_file_that_was_written_to(tmp_path: Path) -> None:
@@ -147,7 +140,7 @@ def _settle(engine: Engine) -> None:
         time.sleep(0.001)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(data=st.data())
 def test_reading_ahead_that_fails_is_tried_again(olmoe: Path, data: st.DataObject) -> None:
     """Whatever was foreseen, and however much of it could not be read."""
