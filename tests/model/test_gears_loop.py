@@ -17,6 +17,7 @@ from toastkit.engine.device_sampler import DeviceSampler
 from toastkit.engine.engine import Engine
 from toastkit.frames import End, Head, Logits, Prefilled, Token, Tokens, pack_ids
 from toastkit.gears import entropy_graph, monitor
+from toastkit.gears.classifier import classify
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.monitor import MonitorOptions
 from toastkit.gears.selector import SelectorOptions
@@ -25,15 +26,18 @@ from toastkit.interrupts import Interrupt
 from toastkit.model.config import fingerprint
 from toastkit.sampling.host import HostSampler
 from toastkit.sampling.sampling_options import SamplingOptions
+from toastkit.session import gear_state
+from toastkit.stages.answer import AnswerOptions, answer
 from toastkit.stages.arrays import LogitsReader
 from toastkit.stages.decode import decode
 from toastkit.stages.follow import Follower, GearRules
 from toastkit.stages.gear import entropy_on_device, followed, gear
 from toastkit.stages.prefill import prefill
 from toastkit.stages.run.one_process import LocalRuns
-from toastkit.stages.run.settings import ReadOptions, StepOptions
+from toastkit.stages.run.settings import Outcome, ReadOptions, StepOptions
 from toastkit.stages.sample import DrawOptions, sample, sample_deferred
 from toastkit.stages.streams import compose
+from toastkit.text.tokenizer import Tokenizer
 
 # "Tell me a story about a fox." as a turn of a chat with the embedded model.
 PROMPT = [1, 316, 201, 1032, 445, 261, 552, 547, 261, 3072, 294, 261, 1536, 16, 2, 201, 1, 317, 201]
@@ -143,23 +147,25 @@ def test_a_gear_is_that_of_the_pass_that_reads_its_token(lively: dict, deferred:
     assert report["bytes"] == found.device_bytes
 
 
-def test_each_pass_is_computed_in_its_gear(lively: dict) -> None:
-    """The same tokens, forced through engines that stay in one gear: from one cache on, a pass of
-    the loop gives the logits of the engine in that gear."""
+def test_each_pass_is_computed_in_its_gear(auto: Engine, lively: dict) -> None:
+    """The same tokens, forced through the engine in that gear: from one cache on, a pass of the
+    loop gives its logits."""
     found = lively[False]
-    again = geared("auto", scope="all")
-    assert again.gears is not None
-    cache = again.new_cache()
-    logits = again.prefill(PROMPT, cache)
-    assert np.abs(np.array(logits) - found.logits[0]).max() == 0
+    auto.shift("high")
+    cache = auto.new_cache()
+    logits = auto.prefill(PROMPT, cache)
+    assert (np.array(logits) == found.logits[0]).all()
     for token, gear_of, wanted in zip(found.ids, found.gears[1:], found.logits[1:]):
-        again.shift(gear_of)
-        assert (np.array(again.step(token, cache)) == wanted).all()
+        auto.shift(gear_of)
+        assert (np.array(auto.step(token, cache)) == wanted).all()
 
 
 @pytest.mark.parametrize(("mode", "deferred"), [("high", True), ("auto", False), ("auto", True)])
-def test_high_is_bit_for_bit_the_plain_path(plain: Answer, mode: str, deferred: bool) -> None:
-    found = Answer(geared(mode, scope="all"), rules=rules(ALWAYS_HIGH), deferred=deferred)
+def test_high_is_bit_for_bit_the_plain_path(
+    plain: Answer, auto: Engine, mode: str, deferred: bool
+) -> None:
+    engine = auto if mode == "auto" else geared(mode, scope="all")
+    found = Answer(engine, rules=rules(ALWAYS_HIGH), deferred=deferred)
     assert found.ids == plain.ids
     assert all((a == b).all() for a, b in zip(found.logits, plain.logits, strict=True))
 
@@ -168,8 +174,8 @@ def test_high_is_bit_for_bit_the_plain_path(plain: Answer, mode: str, deferred: 
 def test_a_fixed_gear_begins_after_the_prompt(plain: Answer, mode: str, deferred: bool) -> None:
     engine = geared(mode, scope="all")
     for _ in range(2):  # the second answer goes up for its prompt, and down again
-        found = Answer(engine, count=5, rules=rules(), deferred=deferred)
-        assert found.gears == ["high"] + [mode] * 4
+        found = Answer(engine, count=3, rules=rules(), deferred=deferred)
+        assert found.gears == ["high"] + [mode] * 2
         assert (found.logits[0] == plain.logits[0]).all()
         assert not (found.logits[1] == plain.logits[1]).all()
         assert found.end.extra["gears"]["shifts"] == 1
@@ -184,10 +190,6 @@ def test_host_and_device_choose_the_same_gears(lively: dict) -> None:
 
 def test_off_is_the_plain_path(crumb, plain: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     """No manager, no other module, no entropy: what runs is what ran before there were gears."""
-    from toastkit.stages.answer import AnswerOptions, answer
-    from toastkit.stages.run.settings import Outcome
-    from toastkit.text.tokenizer import Tokenizer
-
     off = open_crumb(gear_options=GearOptions("off"))
     assert off.gears is None and crumb.gears is None
     kinds = [{p: type(m) for p, m in e.model.named_modules()} for e in (off, crumb)]
@@ -213,16 +215,13 @@ def test_off_is_the_plain_path(crumb, plain: Answer, monkeypatch: pytest.MonkeyP
         assert "gears" not in frames[-1].extra
 
 
-def test_the_prompt_chooses_the_first_gear() -> None:
-    from toastkit.gears.classifier import classify
-
-    engine = geared("auto")
+def test_the_prompt_chooses_the_first_gear(auto: Engine) -> None:
     hard = classify("Prove that √2 + √3 ≠ π, step by step; derive each ∑ you use: why?")
     easy = classify("Hi!")
     assert (hard.gear, easy.gear) == ("high", "low")
     for difficulty in (hard, easy):
         first = Answer(
-            engine, count=DEFAULTS.window - 1, rules=rules(DEFAULTS), difficulty=difficulty.as_map()
+            auto, count=DEFAULTS.window - 1, rules=rules(DEFAULTS), difficulty=difficulty.as_map()
         )
         assert first.asked == [difficulty.gear] * (DEFAULTS.window - 1)
         assert "prompt score" in first.steps[0].reason
@@ -277,14 +276,13 @@ def test_gears_go_on_where_the_session_stopped(auto: Engine, tmp_path: Path) -> 
         assert told == [(s.mean, s.slope, s.reason) for s in whole.steps]
 
 
-def test_gears_begin_anew_where_more_was_read(tmp_path: Path) -> None:
-    engine = geared("auto")
+def test_gears_begin_anew_where_more_was_read(auto: Engine, tmp_path: Path) -> None:
     path = tmp_path / "s"
-    first = Answer(engine, count=4, session=path)
+    first = Answer(auto, count=4, session=path)
     ids = [*PROMPT, *first.ids, 2, 201]
-    more = Answer(engine, ids, 3, session=path)
+    more = Answer(auto, ids, 2, session=path)
     assert more.prefilled.n_new == 2 and more.steps[0].mean == more.steps[0].entropy
-    other = Answer(engine, [*ids, *more.ids], 3, rules(MonitorOptions(window=2)), session=path)
+    other = Answer(auto, [*ids, *more.ids], 1, rules(MonitorOptions(window=2)), session=path)
     assert other.prefilled.n_new == 0  # but other rules than those it was kept with
     assert other.steps[0].mean == other.steps[0].entropy
 
@@ -295,11 +293,8 @@ BROKEN_STATES = (
 )  # fmt: skip
 
 
-def test_a_broken_state_is_as_good_as_none(tmp_path: Path) -> None:
-    from toastkit.session import gear_state
-
-    engine = geared("auto")
-    first = Answer(engine, count=3, session=tmp_path / "first")
+def test_a_broken_state_is_as_good_as_none(auto: Engine, tmp_path: Path) -> None:
+    first = Answer(auto, count=3, session=tmp_path / "first")
     for number, state in enumerate(BROKEN_STATES):
         path = shutil.copytree(tmp_path / "first", tmp_path / str(number))
         if isinstance(state, bytes):
@@ -308,6 +303,6 @@ def test_a_broken_state_is_as_good_as_none(tmp_path: Path) -> None:
             committed = gear_state.committed(path)
             assert committed is not None
             gear_state.save(path, *committed, state)
-        second = Answer(engine, [*PROMPT, *first.ids], 2, session=path)
+        second = Answer(auto, [*PROMPT, *first.ids], 1, session=path)
         assert second.prefilled.n_new == 0
         assert second.steps[0].mean == second.steps[0].entropy

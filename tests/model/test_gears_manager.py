@@ -68,19 +68,18 @@ def weights_by_hand(engine: Engine, paths: list[str], bits: int) -> None:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("gears")
-    names = ("qwen3", "qwen3_moe", "qwen3_moe_quantised", "gemma3_text")
+    names = ("qwen3", "qwen3_moe", "qwen3_moe_quantised", "qwen3_next", "gemma3_text")
     return {name: write_published(folder / name, name) for name in names}
 
 
 @pytest.mark.parametrize(
     ("name", "scope"),
-    [("crumb", "attention"), ("crumb", "all"), ("qwen3", "attention"), ("qwen3_moe", "all"),
-     ("gemma3_text", "all")],
+    [("qwen3_next", "attention"), ("qwen3_next", "all"), ("qwen3", "attention"),
+     ("qwen3_moe", "all"), ("gemma3_text", "all")],
 )  # fmt: skip
 def test_high_gear_is_no_gear(sources: dict, name: str, scope: str) -> None:
-    path = sources.get(name, name)
-    plain = logits(engine_of(path))
-    engine, gears = geared(path, scope, cache_bytes=0)
+    plain = logits(engine_of(sources[name]))
+    engine, gears = geared(sources[name], scope, cache_bytes=0)
     assert (logits(engine) == plain).all()
     for gear in ("low", "high", "mid", "high"):
         assert engine.shift(gear)
@@ -96,31 +95,24 @@ def test_high_gear_is_no_gear(sources: dict, name: str, scope: str) -> None:
 def test_gears_compute_what_the_numbers_stand_for(
     sources: dict, scope: str, bits: tuple[int, int], path: str
 ) -> None:
+    plain = engine_of(sources["qwen3_moe"])
+    originals = logits(plain)
     engine, gears = geared(sources["qwen3_moe"], scope, bits=bits, path=path)
+    stored = dict(tree_flatten(plain.model.parameters()))
     for gear, width in zip(("low", "mid"), bits):
         engine.shift(gear)
         found = logits(engine)
-        plain = engine_of(sources["qwen3_moe"])
+        plain.model.load_weights(list(stored.items()))
         weights_by_hand(plain, gears.paths, width)
         wanted = logits(plain)
         assert np.abs(found - wanted).max() < 1e-4 * np.abs(wanted).max()
-        assert np.abs(found - logits(engine_of(sources["qwen3_moe"]))).max() > 0
+        assert np.abs(found - originals).max() > 0
     assert (gears.counts.fused > 0) == (path == "fused")
     assert (gears.counts.miss > 0) == (gears.counts.hit > 0) == (path == "dequant")
 
 
-def test_fused_is_dequantised_then_multiplied() -> None:
-    fused, gears = geared("crumb")
-    dense, _ = geared("crumb", path="dequant")
-    for gear in ("low", "mid"):
-        fused.shift(gear)
-        dense.shift(gear)
-        first, second = logits(fused), logits(dense)
-        assert np.abs(first - second).max() <= 1e-4 * np.abs(first).max()
-
-
-def test_dense_copies_last_as_long_as_the_gear() -> None:
-    engine, gears = geared("crumb", "attention", path="dequant")
+def test_dense_copies_last_as_long_as_the_gear(sources: dict) -> None:
+    engine, gears = geared(sources["qwen3"], "attention", path="dequant")
     engine.shift("mid")
     count = len(gears.paths)
     packed = gears.device_bytes
@@ -172,7 +164,9 @@ def test_device_memory_falls_and_returns() -> None:
         assert (engine.ledger.of(GEARS) == 0) == (gear == "high")
 
 
-def test_nothing_is_quantised_before_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_quantised_before_it_is_wanted(
+    sources: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = []
     real = weights_module.quantise_rows
 
@@ -181,7 +175,7 @@ def test_nothing_is_quantised_before_it_is_wanted(monkeypatch: pytest.MonkeyPatc
         return real(weight, bits, pad)
 
     monkeypatch.setattr(weights_module, "quantise_rows", counted)
-    engine, gears = geared("crumb", "attention")
+    engine, gears = geared(sources["qwen3"], "attention")
     logits(engine)
     assert made == []
     engine.shift("mid")
@@ -221,8 +215,8 @@ def test_baked_gears_of_other_bits_are_not(sources: dict, tmp_path: Path) -> Non
     assert (logits(six) == logits(plain)).all()
 
 
-def test_the_cache_is_bounded() -> None:
-    engine, gears = geared("crumb", "attention")
+def test_the_cache_is_bounded(sources: dict) -> None:
+    engine, gears = geared(sources["qwen3"], "attention")
     for gear in ("low", "mid", "high"):
         engine.shift(gear)
         assert gear == "high" or gears.packed_bytes(gear) == sum(
@@ -232,21 +226,23 @@ def test_the_cache_is_bounded() -> None:
     packed = gears.packed_bytes("low") + gears.packed_bytes("mid")
     assert gears.device_bytes == gears.originals_bytes + packed
 
-    low = 1 << 20  # room for the low set, not for the mid one
-    engine, gears = geared("crumb", "attention", cache_bytes=low)
+    low = gears.packed_bytes("low") * 5 // 4  # no room for the mid one
+    engine, gears = geared(sources["qwen3"], "attention", cache_bytes=low)
     for gear in ("low", "mid", "high", "low", "high"):
         engine.shift(gear)
         assert "mid" not in gears.kept and "high" not in gears.kept
         assert gears.kept == (("low",) if gear != "low" else ())
 
-    engine, gears = geared("crumb", "attention", cache_bytes=0)
+    engine, gears = geared(sources["qwen3"], "attention", cache_bytes=0)
     for gear in ("low", "mid", "high"):
         engine.shift(gear)
         assert gears.kept == ()
 
 
-def test_a_cache_with_room_keeps_the_originals(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, gears = geared("crumb", "attention", cache_bytes=PLENTY)
+def test_a_cache_with_room_keeps_the_originals(
+    sources: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, gears = geared(sources["qwen3"], "attention", cache_bytes=PLENTY)
     before = dict(tree_flatten(engine.model.parameters()))
     monkeypatch.setattr(Store, "read", lambda *a: pytest.fail("read again"))
     for gear in ("low", "mid", "high"):
@@ -255,8 +251,9 @@ def test_a_cache_with_room_keeps_the_originals(monkeypatch: pytest.MonkeyPatch) 
     assert all(after[name] is array for name, array in before.items())
 
 
-def test_a_gear_that_is_coming_is_made_in_parts() -> None:
-    engine, gears = geared("crumb", "attention")
+def test_a_gear_that_is_coming_is_made_in_parts(sources: dict) -> None:
+    path = sources["qwen3"]
+    engine, gears = geared(path, "attention")
     full = engine.ledger.total()
     engine.prepare(Wish(expected="high"))  # it is there
     assert engine.ledger.total() == full
@@ -274,14 +271,14 @@ def test_a_gear_that_is_coming_is_made_in_parts() -> None:
     engine.prepare(Wish(expected="high"))  # reads ahead; nothing on the device
     assert gears.device_bytes == whole
 
-    prepared, late = geared("crumb", "attention")
+    prepared, late = geared(path, "attention")
     prepared.prepare(Wish(expected="low"))
     prepared.shift("low")  # half of it was ready
-    plain, gears = geared("crumb", "attention")
+    plain, gears = geared(path, "attention")
     plain.shift("low")
     assert (logits(prepared) == logits(plain)).all()
 
-    engine, gears = geared("crumb", "attention", cache_bytes=1000)
+    engine, gears = geared(path, "attention", cache_bytes=1000)
     engine.prepare(Wish(expected="mid"))
     assert gears.device_bytes == gears.originals_bytes
 
