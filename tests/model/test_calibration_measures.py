@@ -24,12 +24,7 @@ from toastkit.stages.calibrate import answer_entropies, prompt_entropies
 from toastkit.stages.run.one_process import LocalRuns
 from toastkit.stages.run.settings import Outcome
 from toastkit.stages.sample import DrawOptions
-from toastkit.stages.tokenize import (
-    Prompt,
-    PromptOptions,
-    PromptTokenizer,
-    tokenize,
-)
+from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, tokenize
 
 CLOSE = 2e-4  # bits, between two ways to compute the same
 

@@ -89,7 +89,7 @@ def test_a_step_that_fails_ends_its_conversation(llama, monkeypatch, batch: int)
     """In a batch, where it takes the others' with it, they are each tried alone."""
     engine, plain = llama
     driver = Driver(engine, batch=batch)
-    asked = [driver.start(prompt, max_tokens=16) for prompt in PROMPTS[:3]]
+    asked = [driver.start(prompt, max_tokens=9) for prompt in PROMPTS[:3]]
     driver.turns_until(lambda: len(asked[2].ids) == 3)
     bad, consume = asked[1].conversation.runs.state, Engine.consume
 
@@ -103,7 +103,7 @@ def test_a_step_that_fails_ends_its_conversation(llama, monkeypatch, batch: int)
     driver.finish()
     assert asked[1].error["message"] == "bug: RuntimeError: no such row"
     for n in (0, 2):
-        same(asked[n], plain, PROMPTS[n], max_tokens=16)
+        same(asked[n], plain, PROMPTS[n], max_tokens=9)
     assert driver.said == ["bug: RuntimeError: no such row"]
     assert engine.ledger.of(CACHE) == 0 and not joined(driver) and not driver.service.active
 
@@ -135,11 +135,11 @@ def test_batching_is_tried_again_after_a_failure(llama, monkeypatch) -> None:
     monkeypatch.setattr(stepper_module, "can_batch", lambda engine: next(verdicts))
     monkeypatch.setattr(stepper_module, "FIRST_ROUNDS", 2)
     driver = Driver(engine)
-    asked = [driver.start(prompt, max_tokens=30) for prompt in PROMPTS[:2]]
+    asked = [driver.start(prompt, max_tokens=14) for prompt in PROMPTS[:2]]
     driver.turns_until(lambda: bool(joined(driver)))
     driver.finish()
     for one, prompt in zip(asked, PROMPTS):
-        same(one, plain, prompt, max_tokens=30)
+        same(one, plain, prompt, max_tokens=14)
 
 
 def test_a_round_that_fails_ends_those_in_it(llama, monkeypatch) -> None:
@@ -208,7 +208,7 @@ def test_a_panic_of_the_tokenizer_is_answered(start, model: Path) -> None:
 def test_a_long_prompt_holds_nobody_up(start) -> None:
     """The other's answer comes first, and what cannot fit is refused unread."""
     running = start()
-    long = running.ask("y\n" * 7_000_000)
+    long = running.ask("y\n" * 3_000_000)
     done(long, running.ask(), running.submit(op="health"))
     assert "characters" in long.one("error")["message"]
 
