@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,6 +122,33 @@ def test_greedy_without_a_sampler(pipeline) -> None:
         peak = max(values)
         total = peak + math.log(sum(math.exp(v - peak) for v in values))
         assert max(abs(values[i] - total - p) for i, p in prompt["top20"]) < TOLERANCE
+
+
+NOT_EXAMINED = """
+import sys
+from toastkit.commands import decode, perplexity
+from toastkit.engine.last_token import LastToken
+LastToken.examine = lambda *_: sys.exit("examined")
+for command, *arguments in (decode, "--greedy", "-n", "1"), (perplexity, sys.argv[1]):
+    sys.argv[1:] = arguments
+    try:
+        command.main()
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
+
+
+def test_commands_that_read_no_prompt_spare_its_preparation(toast, tmp_path: Path) -> None:
+    """Examining the model for its prompts' last token is a sixth of what loading crumb takes."""
+    session, text = tmp_path / "session", tmp_path / "text"
+    text.write_text("One fox")
+    prompt = toast("tokenize", "Hi").stdout
+    read = toast("prefill", "--session", session, stdin=prompt)
+    command = [sys.executable, "-c", NOT_EXAMINED, str(text)]
+    done = subprocess.run(command, input=read.stdout, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(b" tokens/s\n")
 
 
 # ------------------------------------------------------------------------------- sampled answers

@@ -109,7 +109,7 @@ def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
         from toastkit.stages.gear import Follower, followed
 
         follower = Follower(gear_flags.gear_rules(flags))
-    engines = Engines(flags, policy_flags.policy_options(flags), insisted)
+    engines = Engines(flags, policy_flags.policy_options(flags), insisted, prompts=False)
 
     def build(frames, signals):
         engines.heed(signals)

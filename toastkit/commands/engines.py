@@ -27,8 +27,8 @@ class Engines:
 
     flags: the values of --model, --device, --dtype, --kv-bits, --no-daemon, --quiet and --verbose,
     and what native_options takes. policies: of an engine that is loaded here; a daemon's has none
-    that change results. insisted: what a daemon must keep on its device, None for anything. engine:
-    the last one returned, None before.
+    that change results. insisted: what a daemon must keep on its device, None for anything.
+    prompts: see Engine.load. engine: the last one returned, None before.
     """
 
     def __init__(
@@ -36,8 +36,10 @@ class Engines:
         flags: dict[str, Any],
         policies: PolicyOptions,
         insisted: str | None = None,
+        prompts: bool = True,
     ):
         self._flags = flags
+        self._prompts = prompts
         self._policies = policies
         self._insisted = insisted
         self._signals: Signals | None = None
@@ -65,7 +67,7 @@ class Engines:
         if engine is None:
             files = files or self._located(head)
             engine = open_unloaded(files, self._flags, self._policies, self._signals)
-            load(engine, self._flags)
+            load(engine, self._flags, self._prompts)
         self.engine, self._model = engine, model
         return engine
 
@@ -139,13 +141,14 @@ def open_unloaded(
     return engine
 
 
-def load(engine: Engine, flags: dict[str, Any]) -> Engine:
-    """Have an engine load what it starts with, with a message; return the engine."""
+def load(engine: Engine, flags: dict[str, Any], prompts: bool = True) -> Engine:
+    """Have an engine load what it starts with, with a message; return the engine. prompts: see
+    Engine.load."""
     import time
 
     start, name = time.perf_counter(), engine.files.name
     with waiting(f"loading {last_part(name)}", flags):
-        engine.load()
+        engine.load(prompts)
     if flags["verbose"]:
         say(f"loaded {name} on the {engine.device} in {time.perf_counter() - start:.2f} s")
         say(f"native products: {engine.native}")

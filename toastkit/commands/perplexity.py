@@ -68,7 +68,7 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     # All of them before the model is loaded: a missing file costs nothing.
     texts = [_tokenize(name, tokenizer, flags["limit"]) for name in _names(files, flags)]
     chooser_for = _choosers(checkpoint, config.vocab, flags) if flags["gear"] == "auto" else None
-    engine = load(open_unloaded(checkpoint, flags, policies, signals), flags)
+    engine = load(open_unloaded(checkpoint, flags, policies, signals), flags, prompts=False)
     gearing, settings = None, policies.gear_options
     if settings is not None:
         bits = None if engine.gears is None else engine.gears.bits
