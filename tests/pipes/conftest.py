@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.daemons import Daemon
 from tests.native_library import native_commands
 from tests.unit.fake_daemon import FakeDaemon
 from toastkit.residency.predict import Calibration, Slowdown, Source
@@ -66,6 +67,14 @@ def model(toast, tmp_path: Path) -> Model:
         return done
 
     return run
+
+
+@pytest.fixture(scope="package")
+def daemon(native_commands: None) -> Iterator[Daemon]:
+    """toasted on crumb with no options that change results, shared by the tests that neither end
+    nor change it."""
+    with Daemon("crumb", "--no-audit", "--spill", "0") as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

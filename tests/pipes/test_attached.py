@@ -27,13 +27,6 @@ ALONE = "--no-daemon"
 SEEDED = ["--temp", "0.8", "--top-p", "0.95", "--seed", "7"]
 
 
-@pytest.fixture(scope="module")
-def daemon(private_home: Path) -> Iterator[Daemon]:
-    """One for all tests here: each leaves it as it found it."""
-    with Daemon("crumb", "--no-audit", "--spill", "0") as running:
-        yield running
-
-
 @pytest.fixture(autouse=True)
 def nearby(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every executable finds the daemon, and has let go of everything when it has ended."""
@@ -83,13 +76,13 @@ def files_of(session: Path) -> dict[str, bytes | Header]:
 # --------------------------------------------------------------------------------- the pipeline
 
 
-@pytest.mark.parametrize("chunk", [[], ["--chunk", "8"]], ids=["whole", "in-chunks"])
-def test_greedy_frames_are_the_same(pipeline, prompt_of, tmp_path: Path, chunk: list) -> None:
+def test_greedy_frames_are_the_same(pipeline, prompt_of, tmp_path: Path) -> None:
+    """Of a prompt that is read in chunks, and so are the sessions that are left."""
     streams, sessions = [], []
     for alone in ([], [ALONE]):
         session = tmp_path / f"session{len(sessions)}"
         done = pipeline(
-            ["prefill", "-v", *chunk, "--session", str(session), *alone],
+            ["prefill", "-v", "--chunk", "8", "--session", str(session), *alone],
             ["decode", "-v", "--greedy", "-n", "6", "--inline", *alone],
             stdin=prompt_of(STORY),
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,6 @@ from tests.unit.daemon_front import eventually
 ENDLESS = ["--ignore-eos", "--temp", "0"]
 LONG = "Tell me a story. " * 400
 GONE = ["toast-decode: the daemon went away", "  hint: --no-daemon does without it"]
-
-
-@pytest.fixture(scope="module")
-def daemon(private_home: Path) -> Iterator[Daemon]:
-    """One for the tests after which it is as it was."""
-    with Daemon("crumb", "--no-audit", "--spill", "0") as running:
-        yield running
 
 
 @pytest.fixture

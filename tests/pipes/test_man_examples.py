@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import SCRIPTS, SERVER
+from tests.daemons import Daemon
 from tests.pipes.pipelines import check_answers, most_tokens
+from tests.pipes.test_examples import Shell
 from tests.unit.mdoc import MAN, Page, literal_blocks, pages
 from toastkit.model.locate import CRUMB
 
@@ -29,6 +29,10 @@ EXAMPLES = [
 ]
 
 
+# What starts a daemon, or asks for what one without options refuses.
+OWN = re.compile(r"toasted|--resident|--expert-slots")
+
+
 def python_example(page: str) -> str:
     """The one Python program of a page of section 5."""
     (program,) = literal_blocks(Page(MAN / "man5" / page).part("EXAMPLES"))
@@ -36,26 +40,19 @@ def python_example(page: str) -> str:
 
 
 @pytest.fixture
-def shell(tmp_path: Path, private_home: Path, measured: None):
-    """shell(script): runs it with bash in an empty directory, with sessions of its own and the
-    commands of this Python first on PATH; any command of a pipeline may fail it."""
-    path = os.pathsep.join([SERVER.stubs(), str(SCRIPTS), os.environ["PATH"]])
-    state = tmp_path / "state"
-    work = tmp_path / "work"
-    work.mkdir()
+def shell(tmp_path: Path, daemon: Daemon, measured: None):
+    """shell(script): runs it with bash, where any command of a pipeline may fail it. Commands that
+    ask for crumb as it is use the weights of a daemon, with which they write the same and start
+    sooner (test_attached.py); the examples of the README load their own."""
+    shell = Shell(tmp_path)
 
-    def run(script: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            ["bash", "-e", "-o", "pipefail", "-c", script],
-            cwd=work, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
-            env={
-                **os.environ, "PATH": path, "XDG_STATE_HOME": str(state),
-                "TOAST_MAX_TOKENS": most_tokens(script),
-            },
-        )  # fmt: skip
+    def run(script: str) -> subprocess.CompletedProcess[str]:
+        near = {} if OWN.search(script) else {"TOAST_SOCKET": str(daemon.socket)}
+        bash = ("bash", "-e", "-o", "pipefail", "-c", script)
+        return shell(*bash, TOAST_MAX_TOKENS=most_tokens(script), **near)
 
     yield run
-    assert not list(state.rglob(".ephemeral-*")), "a session outlived its run"
+    assert not list(shell.state.rglob(".ephemeral-*")), "a session outlived its run"
 
 
 def test_every_page_has_examples() -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
-from tests.conftest import ROOT, SCRIPTS
-from tests.forked import SERVER
+from tests.conftest import ROOT
 from tests.pipes.pipelines import check_answers, most_tokens
+from tests.pipes.test_examples import Shell
 
 
 def test_it_is_a_front_page_and_names_what_there_is() -> None:
@@ -24,7 +23,7 @@ def test_it_is_a_front_page_and_names_what_there_is() -> None:
         assert not missing + [x for x in scripts if not (ROOT / x).exists()]
 
 
-def test_commands_work_as_pasted(tmp_path: Path, state_home: Path, measured: None):
+def test_commands_work_as_pasted(tmp_path: Path, private_home: Path, measured: None):
     readme = (ROOT / "README.md").read_text()
     scripts = [
         script for block in re.findall(r"```sh\n(.*?)```", readme, re.S) for script in of(block)
@@ -32,28 +31,19 @@ def test_commands_work_as_pasted(tmp_path: Path, state_home: Path, measured: Non
     assert len(scripts) == 29
     shutil.copy(ROOT / "README.md", tmp_path)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    asked = 0
+    asked, shell = 0, Shell(tmp_path)
     folder = tempfile.mkdtemp(prefix="t")  # short, as a socket's path has to be
-    environment = {
-        **os.environ,
-        "PATH": f"{SERVER.stubs()}:{SCRIPTS}:{os.environ['PATH']}",
-        "TOAST_SOCKET": os.path.join(folder, "s"),
-    }
+    shell.environment["TOAST_SOCKET"] = os.path.join(folder, "s")
     try:
         for script in scripts:
-            done = subprocess.run(
-                ["bash", "-c", script], cwd=tmp_path, capture_output=True, timeout=60,
-                stdin=subprocess.DEVNULL,
-                env={**environment, "TOAST_MAX_TOKENS": most_tokens(script)},
-            )  # fmt: skip
-            assert done.returncode == 0, (script, done.stderr)
+            done = shell("bash", "-c", script, TOAST_MAX_TOKENS=most_tokens(script))
             assert bool(done.stdout.strip()) != script.startswith("toasted --daemon"), script
             check_stderr(script, done.stderr)
             if "--json" not in script:  # there an answer is in pieces
-                asked += check_answers(script, done.stdout.decode())
+                asked += check_answers(script, done.stdout)
         assert asked >= 4
     finally:
-        subprocess.run([str(SCRIPTS / "toasted"), "stop"], env=environment, capture_output=True)
+        shell("toasted", "stop", code=69)  # nothing is left to stop, unless a command failed
         shutil.rmtree(folder)
 
 
@@ -62,13 +52,13 @@ def of(block: str) -> list[str]:
     return [block] if re.search(r"^\w+=", block, re.M) else block.splitlines()
 
 
-def check_stderr(script: str, text: bytes) -> None:
+def check_stderr(script: str, text: str) -> None:
     """Nothing, but where it was asked for."""
     if "--fork" in script:
-        cached, total = text.split()[-7].split(b"/")
+        cached, total = text.split()[-7].split("/")
         assert int(total) > int(cached) > 200
     elif "--usage" in script:
-        cached, total = re.search(rb"(\d+)/(\d+) prompt tokens cached", text).groups()
+        cached, total = re.search(r"(\d+)/(\d+) prompt tokens cached", text).groups()
         assert int(total) > int(cached) > 20
     else:
-        assert text == b"", script
+        assert text == "", script
