@@ -55,29 +55,25 @@ SAME = ["--resident", "50%", "--placement", "last"]
 HAS = "50% --placement last"
 
 
-def test_a_daemon_says_which_layers_stay(streaming: Daemon, whole: Daemon) -> None:
-    assert streaming.control("status")["resident"] == HAS
-    assert whole.control("status")["resident"] == "all"
-
-
 def test_a_daemon_with_the_same_settings_is_used(streaming: Daemon, whole: Daemon) -> None:
     for daemon, flags in ((streaming, SAME), (whole, ["--resident", "all"])):
         for name in ("decode", "toast"):
             done = daemon.toast(name, "-v", *flags, *ASKED)
             assert done.returncode == 0, done.stderr
             assert f"daemon at {daemon.socket}\n" in done.stderr.decode()
-    assert streaming.control("status")["answered"] > 0
+    status = streaming.control("status")
+    assert status["answered"] > 0 and status["resident"] == HAS
+    assert whole.control("status")["resident"] == "all"
 
 
 def test_an_attached_run_tells_what_it_took(streaming: Daemon) -> None:
     """As a local one, of its own passes alone where nobody else asks; of a prompt and of an
     answer."""
     ends = []
-    for alone in ([], ["--no-daemon"]):
-        for _ in range(2):
-            done = streaming.toast("decode", "-v", "--json", *SAME, *alone, *ASKED)
-            ends.append(json.loads(done.stdout.splitlines()[-1]))
-            assert b"toast-decode: residency: 4 of 8 layers stay; " in done.stderr
+    for alone in ([], [], ["--no-daemon"]):
+        done = streaming.toast("decode", "-v", "--json", *SAME, *alone, *ASKED)
+        ends.append(json.loads(done.stdout.splitlines()[-1]))
+        assert b"toast-decode: residency: 4 of 8 layers stay; " in done.stderr
     told = [{**end, "residency": known(end)} for end in ends]
     assert told[0] == told[1] == told[2] and known(ends[0])["passes"] > 0
     frames = streaming.toast("tokenize", "Hi!").stdout
@@ -104,8 +100,8 @@ def test_a_daemon_with_others_is_refused(streaming: Daemon, whole: Daemon, name:
         assert done.returncode == 64 and done.stdout == b""
         assert line.endswith(f"runs with --resident {has}, not --resident {wants}")
         assert hint.startswith("  hint: --no-daemon ")
-        alone = daemon.toast(name, "--no-daemon", *flags, *ASKED)
-        assert alone.returncode == 0 and alone.stdout, alone.stderr
+    alone = streaming.toast(name, "--no-daemon", *flags, *ASKED)  # as the hint says
+    assert alone.returncode == 0 and alone.stdout, alone.stderr
 
 
 def test_prefill_holds_a_daemon_to_it_too(whole: Daemon) -> None:
@@ -119,23 +115,16 @@ def test_prefill_holds_a_daemon_to_it_too(whole: Daemon) -> None:
 
 def test_a_variable_is_for_models_that_are_loaded_here(whole: Daemon, streaming: Daemon) -> None:
     """The answer is the same whichever layers stay, so any daemon will do."""
+    answers = set()
     for daemon in (whole, streaming):
         daemon.environment["TOAST_RESIDENT"] = "1"
         try:
             for name in ("decode", "toast"):
                 done = daemon.toast(name, "-v", *ASKED)
                 assert done.returncode == 0 and b"using the" in done.stderr, done.stderr
+                answers.add(done.stdout)
         finally:
             del daemon.environment["TOAST_RESIDENT"]
-
-
-def test_a_daemon_that_streams_answers_whoever_asks(streaming: Daemon, whole: Daemon) -> None:
-    answers = set()
-    for daemon in (streaming, whole):
-        for name in ("decode", "toast"):
-            done = daemon.toast(name, *ASKED)
-            assert done.returncode == 0, done.stderr
-            answers.add(done.stdout)
     assert len(answers) == 1
 
 
@@ -161,6 +150,6 @@ def test_a_request_names_it_in_words(streaming: Daemon) -> None:
     assert "resident: a number instead of a string" in refusal["error"]["message"]
 
 
-def test_without_streaming_the_signal_is_left_alone() -> None:
-    with Daemon("crumb") as daemon:
-        assert daemon.signal(signal.SIGUSR1) == -signal.SIGUSR1
+def test_without_streaming_the_signal_is_left_alone(whole: Daemon) -> None:
+    """The last test here: it ends that daemon."""
+    assert whole.signal(signal.SIGUSR1) == -signal.SIGUSR1

@@ -29,7 +29,8 @@ FIELDS = {"resident", "layers", "read", "wait", "compute", "passes", "shed", "gr
 
 def in_one(toast, *flags: str, said: bytes = b"") -> list[dict[str, Any]]:
     done = toast("decode", "--json", *GREEDY, *flags, STORY)
-    assert done.returncode == 0 and bool(done.stderr) == bool(said) and said in done.stderr
+    assert done.returncode == 0 and bool(done.stderr) == bool(said)
+    assert re.search(said, done.stderr), done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -41,19 +42,20 @@ def plain(toast) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------------- one process
 
 
+LINE = rb"toast-decode: residency: 3 of 8 layers stay; [\d.]+ MB read, waited [\d.]+ s of "
+
+
 @pytest.mark.parametrize(
     ("flags", "stay"),
     [
         ("--resident 0", 0),
-        ("--resident 3 --placement last", 3),
-        ("--resident 50% --placement interleaved", 4),
+        ("--resident 3 --placement last -v", 3),
         ("--resident 99", LAYERS),
-        ("--resident 20M", None),
         ("--resident auto --priority max-context", None),
     ],
 )
 def test_the_answer_is_the_same(toast, plain, flags: str, stay: int | None) -> None:
-    streamed = in_one(toast, *flags.split())
+    streamed = in_one(toast, *flags.split(), said=LINE if "-v" in flags else b"")
     report = streamed[-1].pop("residency")
     assert streamed == plain
     assert set(report) == FIELDS and report["layers"] == LAYERS
@@ -63,7 +65,7 @@ def test_the_answer_is_the_same(toast, plain, flags: str, stay: int | None) -> N
 
 
 def test_gears_go_with_it(toast) -> None:
-    flags = ["--gear", "auto", "--gear-scope", "all"]
+    flags = ["--gear", "auto", "--gear-scope", "all", "-n", "5"]
     [*there, end] = in_one(toast, *flags)
     [*streamed, told] = in_one(toast, *flags, "--resident", "2", said=b"no baked gears")
     assert streamed == there and told["text"] == end["text"]
@@ -93,50 +95,38 @@ def test_a_budget_that_is_too_small(toast) -> None:
         assert re.search(r"--resident 2M: crumb needs \d+M at least\n  hint: ", said), said
 
 
-def test_a_line_tells_what_it_took(toast) -> None:
-    line = r"toast-decode: residency: 2 of 8 layers stay; [\d.]+ MB read, waited [\d.]+ s of "
-    done = toast("decode", "-v", "--resident", "2", *GREEDY, STORY)
-    assert re.search(line, done.stderr.decode()), done.stderr
-
-
 # -------------------------------------------------------------------------------- the pipeline
 
 
-def test_the_pipeline_says_the_same(plain) -> None:
-    drawn = {"sample": GREEDY, "frames": ["--json", "--arrays", "none"]}
-    flags = {
-        "prefill": ["--resident", "1", "--chunk", "5", "-v"],
-        "decode": ["--resident", "50%", "--placement", "last", "-v"],
-    }
-    stages = ["tokenize", "prefill", "decode", "entropy-gear", "sample", "frames"]
-    done = Pipeline(STORY, {**drawn, **flags}, stages).finish()
-    assert done.statuses == [0] * len(stages), done.errors
-    frames = [json.loads(line) for line in done.out.splitlines()]
-    tokens = [(f["pos"], f["id"], f["logprob"]) for f in frames if f["k"] == "token"]
-    assert tokens == [(t["pos"], t["id"], t["logprob"]) for t in plain if "id" in t]
-    report = frames[-1]["residency"]
-    assert set(report) == FIELDS and report["resident"] == 4 and report["read"] > 1 << 20
-    assert not any("residency" in frame for frame in frames[:-1])
-    told = [line for line in done.errors if "residency: " in line]
-    assert [line.partition(" layers")[0] for line in told] == [
-        "toast-prefill: residency: 1 of 8", "toast-decode: residency: 4 of 8"
-    ]  # fmt: skip
-
-
-def test_logits_are_the_same_to_the_bit(pipeline) -> None:
-    """Of two prompts, one after another."""
-    streams = []
-    for flags in (["--resident", "0"], []):
-        lines = b"Who are you?\nWhat is 17 + 25?\n"
+def test_the_pipeline_says_the_same(pipeline, plain) -> None:
+    """To the bit, of two prompts, one after another."""
+    logits, flags = [], {"prefill": ["--resident", "1", "--chunk", "5", "-v"],
+                         "decode": ["--resident", "50%", "--placement", "last", "-v"]}  # fmt: skip
+    for more in (flags, {"prefill": [], "decode": []}):
         done = pipeline(
-            ["tokenize", "--each-line"], ["prefill", *flags],
-            ["decode", "--greedy", "--inline", "-n", "5", *flags],
-            ["frames", "--json", "--arrays", "base64"], stdin=lines,
+            ["tokenize", "--each-line"], ["prefill", *more["prefill"]],
+            ["decode", "--greedy", "--inline", *COUNT, *more["decode"]],
+            ["frames", "--json", "--arrays", "base64"],
+            stdin=f"{STORY}\nWhat is 17 + 25?\n".encode(),
         )  # fmt: skip
         assert done.codes == [0] * 4, done.errors
         frames = [json.loads(line) for line in done.out.splitlines()]
-        streams.append([f["logits"] for f in frames if f["k"] == "logits"])
-    assert streams[0] == streams[1] and len(streams[0]) > 8
+        logits.append([f["logits"] for f in frames if f["k"] == "logits"])
+        if more is not flags:
+            continue
+        tokens = [(f["pos"], f["id"]) for f in frames if f["k"] == "token"]
+        drawn = [(t["pos"], t["id"]) for t in plain if "id" in t]
+        assert tokens[: len(drawn)] == drawn and len(tokens) > len(drawn)
+        first, last = (frame for frame in frames if frame["k"] == "end")
+        for end in (first, last):
+            report = end["residency"]
+            assert set(report) == FIELDS and report["resident"] == 4 and report["read"] > 1 << 20
+        assert sum("residency" in frame for frame in frames) == 2
+        told = [error.partition(" layers")[0] for error in done.errors if "residency: " in error]
+        assert [line.splitlines()[-1] for line in told] == [
+            "toast-prefill: residency: 1 of 8", "toast-decode: residency: 4 of 8"
+        ]  # fmt: skip
+    assert logits[0] == logits[1] and len(logits[0]) > 8
 
 
 # ------------------------------------------------------------------------------ daemon and toast
@@ -153,17 +143,15 @@ def test_a_daemon_streams_for_all(plain) -> None:
         asked = ["--session", "fox", "-v", *GREEDY, "What was it called?"]
         second = daemon.toast("toast", *asked)
         attached = daemon.toast("decode", "-v", *flags, *GREEDY, STORY)
-        here = daemon.toast("toast", "-v", "--no-daemon", "--no-history", *flags, *GREEDY, STORY)
         status = daemon.toast("toasted", "status")
         numbers = daemon.control("status")
-    for done in (first, second, attached, here, status):
+    for done in (first, second, attached, status):
         assert done.returncode == 0, done.stderr
-    assert first.stdout == attached.stdout == here.stdout and text in first.stdout.decode()
+    assert first.stdout == attached.stdout and text in first.stdout.decode()
     cached, total = re.search(r"(\d+)/(\d+) prompt tokens cached", second.stderr.decode()).groups()
     assert 0 < int(cached) < int(total)
     assert b"using the weights of the daemon" in attached.stderr
-    for told in (second, here):
-        assert b"toast: residency: 2 of 8 layers stay; " in told.stderr
+    assert b"toast: residency: 2 of 8 layers stay; " in second.stderr
     assert numbers["resident"] == "2" and set(numbers["residency"]) == FIELDS
     assert numbers["residency"]["read"] > 1 << 20
     assert b"\nresidency: 2; 2 of 8 layers stay; " in status.stdout
@@ -174,7 +162,7 @@ def test_conversations_that_step_together(plain) -> None:
         waiting = [
             start("toast", *GREEDY, "--no-history", STORY, env=daemon.environment,
                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            for _ in range(3)
+            for _ in range(2)
         ]  # fmt: skip
         answers = {process.communicate(timeout=TIMEOUT)[0] for process in waiting}
     assert len(answers) == 1
@@ -226,8 +214,9 @@ def test_a_checkpoint_that_changes_in_mid_run(toast, tmp_path: Path, harm: str) 
     assert said.startswith(b"toast-decode: ") and len(said.splitlines()) <= 2
     drawn = len((lines + rest).splitlines())
     assert (session / "tokens.u32").stat().st_size // 4 >= drawn - 1 > 0
-    done = toast("decode", "-v", "--session", str(session), "--temp", "0", "-n", "4", STORY)
-    assert done.returncode == 0, done.stderr
+    if harm == "truncated":
+        done = toast("decode", "--session", str(session), "--temp", "0", "-n", "4", STORY)
+        assert done.returncode == 0, done.stderr
 
 
 # ------------------------------------------------------------------------------ memory warnings
@@ -247,20 +236,23 @@ def warned(name: str, *arguments: str, stdin: Any = subprocess.DEVNULL):
     return (first + rest).decode().splitlines(), said.decode()
 
 
+LONGER = ["--json", "--temp", "0", "-n", "16", "--ignore-eos", STORY]
+
+
 def test_a_memory_warning_in_mid_run(toast) -> None:
-    """All layers go; nothing else changes."""
-    flags = ["--json", "--temp", "0", "-n", "24", "--ignore-eos", STORY]
-    done = toast("decode", *flags)
-    lines, _ = warned("decode", "--resident", "6", *flags)
+    """All layers go; nothing else changes, in toast either."""
+    done = toast("decode", *LONGER).stdout.decode().splitlines()
+    lines, _ = warned("decode", "--resident", "6", *LONGER)
     told = json.loads(lines[-1])
-    assert lines[:-1] == done.stdout.decode().splitlines()[:-1]
+    assert lines[:-1] == done[:-1]
     assert (told["residency"]["resident"], told["residency"]["shed"]) == (0, 6)
-
-
-def test_a_memory_warning_to_toast_and_perplexity() -> None:
-    flags = ["-v", "--temp", "0", "-n", "24", "--ignore-eos", "--json", "--no-daemon", STORY]
-    _, said = warned("toast", "--resident", "6", *flags)
+    lines, said = warned("toast", "-v", "--resident", "6", "--no-daemon", *LONGER)
     assert "toast: residency: 0 of 8 layers stay; " in said
+    text = "".join(json.loads(line)["text"] for line in done)
+    assert json.loads(lines[-1])["end"]["text"] == text
+
+
+def test_a_memory_warning_to_perplexity() -> None:
     text = Path(__file__).parents[2] / "README.md"
     flags = ["--json", "-v", "--chunk", "8", "--context", "64", "--limit", "96"]
     lines, _ = warned("perplexity", "--resident", "6", *flags, str(text))
@@ -272,7 +264,7 @@ def test_a_memory_warning_in_the_pipe() -> None:
     extra = {
         "prefill": ["--resident", "5", "-v"],
         "decode": ["--resident", "5"],
-        "sample": ["--temp", "0", "-n", "24", "--ignore-eos"],
+        "sample": ["--temp", "0", "-n", "16", "--ignore-eos"],
         "frames": ["--json", "--arrays", "none"],
     }
     stages = ["tokenize", "prefill", "decode", "sample", "frames"]
