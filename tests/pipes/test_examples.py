@@ -124,9 +124,7 @@ def test_demo(shell: Shell) -> None:
 
 
 def test_awk_takes_the_most_likely_tokens(shell: Shell) -> None:
-    prompt = "One of the goats costs 2 dollars. How much do 4 goats cost?"
-    expected = shell("toast-decode", "--temp", "0", prompt).stdout
-    assert expected.startswith("The goats cost 4 * 2 = 8 dollars.")
+    prompt, expected = "What is 17 + 25?", "17 + 25 = 42.\n#### 42\n"
     script = EXAMPLES / "awk-sampler.sh"
     assert shell("sh", script, prompt, "0").stdout == expected  # temperature 0
     assert shell("sh", script, prompt, "5", "1").stdout == expected  # one token to choose from
@@ -302,11 +300,11 @@ def test_gears_are_marked_where_they_shift(shell: Shell) -> None:
 
 
 def test_each_line_answers_every_line_both_ways(shell: Shell) -> None:
-    prompts = [WHO, "What is the capital of Italy?", "What is the capital of Japan?"]
+    prompts = [WHO, "What is the capital of Italy?"]
     (shell.folder / "list").write_text("\n\n".join(prompts))  # the last line is not ended
     output = shell("sh", EXAMPLES / "each-line.sh", "list").stdout
     *loop, together = output.split("\n\n")
-    replies = [CRUMB, "The capital of Italy is Rome.\n", "The capital of Japan is Tokyo.\n"]
+    replies = [CRUMB, "The capital of Italy is Rome.\n"]
     assert [f"{part}\n" for part in loop] == [f"> {p}\n{r}" for p, r in zip(prompts, replies)]
     assert together == "".join(replies)
     refused = shell("sh", EXAMPLES / "each-line.sh", "nowhere", code=66)

@@ -41,7 +41,7 @@ def stored(path: Path):
         ("sample", [0, 0, SIGPIPE, SIGPIPE, -9, 65]),
     ],
 )
-def test_a_stage_is_killed_in_mid_run(victim: str, statuses: list[int], tmp_path: Path):
+def test_a_stage_is_killed_in_mid_run(toast, victim: str, statuses: list[int], tmp_path: Path):
     session = tmp_path / "session"
     pipeline = Pipeline(STORY, {**ENDLESS, "prefill": ["--session", str(session)]})
     pipeline.first_output()
@@ -53,7 +53,7 @@ def test_a_stage_is_killed_in_mid_run(victim: str, statuses: list[int], tmp_path
     # decode commits what it had, unless it was the one that died: then the prompt's commit holds.
     assert len(ids) == 19 if victim == "decode" else len(ids) > 19
     if victim == "decode":  # its session is free, and goes on
-        assert run_pipeline(WHO, {"prefill": ["--session", str(session)]}).out == WHO_ANSWER
+        assert toast("decode", "--session", session, WHO).stdout == WHO_ANSWER
 
 
 @pytest.mark.parametrize(
@@ -92,11 +92,13 @@ def test_a_filter_that_waits_is_told_to_end(toast, name: str):
     assert frames[-1] == End("interrupt", 0)
 
 
-def test_prefill_keeps_the_next_prompt_for_as_long_as_an_answer_lasts():
+def test_prefill_keeps_the_next_prompt_for_as_long_as_an_answer_lasts(state_home: Path):
     """decode that has read nothing yet, and one that waits for its token with the next prompt
-    ready: both for longer than prefill would wait for one that does not come."""
+    ready: both for longer than prefill would wait for one that does not come. Two pipelines at
+    once, which leave no session behind."""
+    capital = "What is the capital of Peru?"
     unread, waiting = (
-        Pipeline("", {"tokenize": ["--each-line"]}, lines=[WHO, WHO]) for _ in range(2)
+        Pipeline("", {"tokenize": ["--each-line"]}, lines=[prompt] * 2) for prompt in (WHO, capital)
     )
     unread.process("decode").send_signal(signal.SIGSTOP)
     first = waiting.first_output()
@@ -104,10 +106,12 @@ def test_prefill_keeps_the_next_prompt_for_as_long_as_an_answer_lasts():
     time.sleep(1.2 * HANDOVER_SECONDS)
     unread.process("decode").send_signal(signal.SIGCONT)
     waiting.process("sample").send_signal(signal.SIGCONT)
-    for begun, pipeline in ((b"", unread), (first, waiting)):
+    lima = b"The capital of Peru is Lima.\n"
+    for begun, pipeline, answer in ((b"", unread, WHO_ANSWER), (first, waiting, lima)):
         result = pipeline.finish()
         assert result.statuses == [0] * 6, result.errors
-        assert begun + result.out == 2 * WHO_ANSWER
+        assert begun + result.out == 2 * answer
+    assert list(state_home.iterdir()) == []
 
 
 PATIENT = """
@@ -140,13 +144,10 @@ def test_prefill_does_not_wait_where_frames_are_only_looked_at(
     assert b"prefilled 3" in found if "--stat" in arguments else found.count(b"prefilled") == 3
 
 
-def test_tokenize_and_prefill_are_killed(tmp_path: Path):
-    pipeline = Pipeline(WHO)
-    pipeline.process("tokenize").send_signal(signal.SIGSTOP)
-    pipeline.kill("tokenize")
-    result = pipeline.finish()
-    assert result.statuses == [-9, 65, 65, 65, 65, 65]
-    assert result.errors[0] == "toast-prefill: no frames on input"
+def test_prefill_is_killed():
+    nothing = Pipeline("", stages=STAGES[1:]).finish()  # as if tokenize had been killed
+    assert nothing.statuses == [65] * 5
+    assert nothing.errors[0] == "toast-prefill: no frames on input"
 
     long = Pipeline("Tell me a story. " * 600, {"prefill": ["--chunk", "8"]})
     # The head is out, and thousands of tokens are to be read.
@@ -175,19 +176,6 @@ def test_a_reader_that_has_enough(tmp_path: Path):
     assert len(stored(session)[0]) > 19
 
 
-def test_a_reader_of_one_process_that_has_enough(tmp_path: Path):
-    session = tmp_path / "session"
-    process = start(
-        "decode", "--ignore-eos", "--session", session, STORY,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout.read1(20)
-    process.stdout.close()
-    assert process.wait(TIMEOUT) == SIGPIPE
-    assert process.stderr.read() == b""
-    assert len(stored(session)[0]) > 19
-
-
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "term"]
 )
@@ -204,18 +192,22 @@ def test_an_interrupt_commits_and_prints_what_there_is(number: int, status: int,
     assert len(stored(session)[0]) >= 19  # the signal may beat the first token to decode
 
 
-def test_an_interrupt_of_one_process(tmp_path: Path):
+@pytest.mark.parametrize("reader", ["gone", "waiting"])
+def test_one_process_is_interrupted_or_has_no_reader(reader: str, tmp_path: Path):
     session = tmp_path / "session"
     process = start(
         "decode", "--ignore-eos", "--session", session, STORY,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    first = process.stdout.read1(20)
-    process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 130 and errors == b""
-    assert b"In a land far away".startswith((first + out)[:18].rstrip(b"\n"))
-    assert out.endswith(b"\n")
+    text = process.stdout.read1(20)
+    if reader == "gone":
+        process.stdout.close()
+    else:
+        process.send_signal(signal.SIGINT)
+        text += process.stdout.read()
+        assert b"In a land far away".startswith(text[:18].rstrip(b"\n")) and text.endswith(b"\n")
+    assert process.wait(TIMEOUT) == (SIGPIPE if reader == "gone" else 130)
+    assert process.stderr.read() == b""
     assert len(stored(session)[0]) > 19
 
 
@@ -231,16 +223,6 @@ def test_an_interrupt_while_the_prompt_is_read(tmp_path: Path):
     result = pipeline.finish()
     assert result.statuses == [0, 130, 130, 130, 130, 130]
     assert result.out == b"" and result.errors == []
-
-
-def test_two_pipelines_at_once(tmp_path: Path):
-    pipelines = [
-        Pipeline(prompt, {"prefill": ["--session", str(tmp_path / str(number))]})
-        for number, prompt in enumerate((WHO, "What is the capital of Peru?"))
-    ]
-    results = [pipeline.finish() for pipeline in pipelines]
-    assert [r.statuses for r in results] == [[0] * 6] * 2
-    assert [r.out for r in results] == [WHO_ANSWER, b"The capital of Peru is Lima.\n"]
 
 
 def test_a_second_writer_is_turned_away(toast, tmp_path: Path):
@@ -286,9 +268,8 @@ def test_an_error_travels_down_the_pipe(tmp_path: Path):
     assert result.out == b""
 
 
-def test_a_recorded_error_is_told(tmp_path: Path):
-    recorded = run_pipeline("hello " * 9000, stages=STAGES[:5]).out
-    (tmp_path / "run.frames").write_bytes(recorded)
+def test_a_recorded_error_is_told(toast, tmp_path: Path):
+    (tmp_path / "run.frames").write_bytes(toast("tokenize", "hello " * 9000).stdout)
     with open(tmp_path / "run.frames", "rb") as source:
         pipe = subprocess.PIPE
         process = start("detokenize", stdin=source, stdout=pipe, stderr=pipe)
@@ -320,11 +301,6 @@ def test_what_cannot_be_said_changes_nothing_else(
     os.close(end)
     assert process.communicate(timeout=TIMEOUT)[0] == out
     assert process.returncode == code
-
-
-def test_nothing_is_left_behind(state_home: Path):
-    assert run_pipeline(WHO).statuses == [0] * 6
-    assert list(state_home.iterdir()) == []
 
 
 @pytest.mark.parametrize("last", ["detokenize", "feed"])

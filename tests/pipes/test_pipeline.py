@@ -207,13 +207,9 @@ def test_one_seed_gives_one_answer(name: str, pipeline, toast) -> None:
         assert token.entropy == pytest.approx(line["entropy"], abs=1e-4)
         assert token.logprob == pytest.approx(line["logprob"], abs=1e-4)
         assert [i for i, _ in token.top] == [i for i, _ in line["top"]]
-
-
-def test_draws_can_be_repeated_and_seeds_differ(toast) -> None:
-    seven = [*CHAINS["min-p"], "-n", "4", "--seed", "7"]
-    first = one_process(toast, *seven)
-    assert one_process(toast, *seven) == first
-    assert one_process(toast, *seven[:-1], "8") != first
+    if name == "min-p":
+        other = one_process(toast, *CHAINS[name], "--seed", "43", "--top", "3")
+        assert [line.get("id") for line in other] != [line.get("id") for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -306,12 +302,12 @@ def test_an_error_in_the_middle_is_told_once(pipeline) -> None:
     ],
     ids=["empty", "foreign token", "too long"],
 )
-def test_prompts_that_cannot_be_read(pipeline, ids: list[int], message: str) -> None:
+def test_prompts_that_cannot_be_read(toast, ids: list[int], message: str) -> None:
     head = Head("crumb", fingerprint(locate("crumb")), 4096, [2])
-    done = pipeline(
-        ["prefill"], ["decode"], stdin=dumps(head) + dumps(Tokens(pack_ids(ids)))
-    )  # fmt: skip
-    assert done.codes == [65, 65] and f"toast-prefill: {message}\n" in done.errors[0]
+    done = toast("prefill", stdin=dumps(head) + dumps(Tokens(pack_ids(ids))))
+    assert done.returncode == 65 and f"toast-prefill: {message}\n" in done.stderr.decode()
+    last = frames_of(done.stdout)[-1]
+    assert type(last) is Error and (last.code, last.message) == (65, message)
 
 
 @pytest.mark.parametrize(

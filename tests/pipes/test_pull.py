@@ -84,8 +84,6 @@ def test_pull(model: Model, weights: bytes, tmp_path: Path) -> None:
         # The connection broke; the download went on from the last piece.
         assert [start for name, start in hub.sent if name == "model.safetensors"] == [0, 11 << 20]
         hub.sent.clear()
-        assert ok(model("pull", "org/name", env=env)) == f"{path}\n"
-        assert hub.sent == []
         (path / "tokenizer.json").resolve().unlink()
         assert ok(model("pull", "org/name", env=env)) == f"{path}\n"
         assert {name for name, _ in hub.sent} == {"tokenizer.json"}
