@@ -134,19 +134,17 @@ def test_a_missing_shard(toast: Toast, make: Make) -> None:
     refused(toast("model", "verify", path), 66, said)
 
 
+# What else a header may claim and an index may point to: tests/unit/test_safetensors.py.
+
+
 @pytest.mark.parametrize(
     ("cut", "said"),
     [
         (lambda data: data[:-1000], "truncated: tensor"),
-        (lambda data: data[:100], "truncated: its header claims"),
-        (lambda data: data[:5], "not a safetensors file: too short"),
         (lambda data: b"", "not a safetensors file: too short"),
-        (lambda data: struct.pack("<Q", 1 << 60) + data[8:], "header claims 1152921504606846976"),
-        (lambda data: struct.pack("<Q", 2**64 - 1) + data[8:], "its header claims"),
         (lambda data: b"\x80\x02cos\n" + data[6:], "its header claims"),
-        (lambda data: data[:8] + b"[" + data[9:], "is not JSON"),
     ],
-    ids=["data", "header", "length", "empty", "2^60", "2^64", "pickle", "json"],
+    ids=["data", "empty", "pickle"],
 )
 def test_a_damaged_file(toast: Toast, make: Make, cut: Callable, said: str) -> None:
     path = make(**{WEIGHTS: cut(safetensors(random_tensors()))})
@@ -154,23 +152,15 @@ def test_a_damaged_file(toast: Toast, make: Make, cut: Callable, said: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("offsets", "said"),
     [
-        ("data_offsets", [1 << 40, (1 << 40) + 64], "ends at byte"),
-        ("data_offsets", [-64, 0], "no usable shape and offsets"),
-        ("data_offsets", [0, 64], "overlap"),
-        ("data_offsets", [0, 63], "do not fit its shape and dtype"),
-        ("data_offsets", [64, 0], "do not fit its shape and dtype"),
-        ("data_offsets", [0], "no usable shape and offsets"),
-        ("data_offsets", "ab", "no usable shape and offsets"),
-        ("shape", [1 << 62, 1 << 62], "do not fit its shape and dtype"),
-        ("shape", [2.0, 16], "no usable shape and offsets"),
-        ("dtype", "F7", "dtype 'F7', which is not known"),
-        ("dtype", ["F16"], "dtype"),
+        ([64, 0], "do not fit its shape and dtype"),
+        ([0], "no usable shape and offsets"),
+        ("ab", "no usable shape and offsets"),
     ],
 )
-def test_a_header_that_lies(toast: Toast, make: Make, field: str, value, said: str) -> None:
-    path = make(change=lambda header: header[NORM].update({field: value}))
+def test_a_header_that_lies(toast: Toast, make: Make, offsets: object, said: str) -> None:
+    path = make(change=lambda header: header[NORM].update({"data_offsets": offsets}))
     refused_by_all(toast, path, 65, f"{path}: cannot read {WEIGHTS}: ", said, whole=True)
 
 
@@ -187,16 +177,12 @@ def test_a_header_that_would_keep_us_busy(make: Make, shape: str) -> None:
     assert taken.error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "place",
-    ["../other.safetensors", "/etc/passwd", "..", "", "a/../../b.safetensors", "x\0.safetensors"],
-)
-def test_an_index_that_points_outside(toast: Toast, make: Make, place: str) -> None:
-    path = make(**{INDEX: json.dumps({"weight_map": {NORM: place}}).encode()})
+def test_an_index_that_points_outside(toast: Toast, make: Make) -> None:
+    path = make(**{INDEX: json.dumps({"weight_map": {NORM: "../other.safetensors"}}).encode()})
     refused_by_all(toast, path, 65, f"{path}: {INDEX} points outside", whole=True)
 
 
-@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {}}'])
+@pytest.mark.parametrize("index", ["{", "[]", "{}"])
 def test_an_index_that_is_none(toast: Toast, make: Make, index: str) -> None:
     refused_by_all(toast, make(**{INDEX: index.encode()}), 65, INDEX, whole=True)
 
@@ -276,7 +262,8 @@ def test_a_config_that_describes_no_model(
 ) -> None:
     path = make(config)
     refused_by_all(toast, path, 65, said)
-    counts(toast, path)
+    if "model_type" in config or None in config.values():
+        counts(toast, path)
 
 
 @pytest.mark.parametrize(

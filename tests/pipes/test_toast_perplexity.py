@@ -123,6 +123,7 @@ def test_verbose_and_quiet(toast: Toast) -> None:
     assert b"toast-perplexity: loaded crumb on the " in done.stderr
 
 
+# What of gears is refused by all commands alike: test_gears.py.
 BAD = [
     (b"", [], 65, "standard input: empty text"),
     (None, [], 65, "standard input: empty text"),
@@ -134,18 +135,13 @@ BAD = [
     (b"hi", ["-", "-"], 64, "- is standard input, which can be read only once"),
     (b"hi", ["--context", "8193"], 64, "--context 8193 is more than the model's context of 8192"),
     (b"hi", ["--context", "0"], 64, "0 is not in the range x>=1"),
-    (b"hi", ["--limit", "0"], 64, "0 is not in the range x>=1"),
     (b"hi", ["--chunks", "3"], 64, "no such option '--chunks'"),
     (b"hi", ["-m", "nope"], 66, "no such model: nope"),
     (b"hi", ["--gear", "top"], 64, "'top' is not one of 'auto', 'low', 'mid', 'high', 'off'"),
     (b"hi", ["--gear-scope", "all"], 64, "--gear-scope needs a --gear"),
-    (b"hi", ["--gear", "off", "--gear-cache", "1M"], 64, "--gear-cache needs a --gear"),
-    (b"hi", ["--low", "1"], 64, "--low is for --gear auto"),
-    (b"hi", ["--gear", "low", "--min-duration", "2"], 64, "--min-duration is for --gear auto"),
     (b"hi", ["--gear", "high", "--no-calibration"], 64, "--no-calibration is for --gear auto"),
     (b"hi", ["--gear", "auto", "--chunk", "2"], 64, "--chunk and --gear auto exclude each other"),
     (b"hi", ["--gear", "auto", "--low", "4"], 64, "low 4 is not less than high 3.5"),
-    (b"hi", ["--gear", "low", "--gear-bits", "8,4"], 64, "no such gear bits: 8,4"),
     (b"hi", ["--gear", "auto", "missing.txt"], 66, "cannot read missing.txt"),
 ]
 
