@@ -7,11 +7,10 @@ import fcntl
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ from toastkit.native.building.ready import digest
 # As the compiler takes them: "address,undefined" or "thread" (make sanitize). Asked before the
 # tests' own surroundings are set up.
 SANITIZERS = os.environ.get("TOAST_TEST_SANITIZERS")
-Made = TypeVar("Made")
+Test = TypeVar("Test", bound=Callable[..., None])
 AMX = Path(__file__).parents[1] / "amx_emulated.h"
 IN_FLOATS = ("avx2", "portable", "neon")  # instruction sets in which activations stay float32
 SETS = (
@@ -216,17 +215,21 @@ def _vectors(x: np.ndarray, x_type: str) -> _Vectors:
     return _Vectors(x.ctypes.data, len(x), x.strides[0] // x.itemsize, TYPES[x_type])
 
 
+def _loaded(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.toast_instructions.restype = ctypes.c_char_p
+    return library
+
+
 class Kernels:
-    """A library of them."""
+    """A library of them, and one with emulated AMX where the processor has none."""
 
     def __init__(self, path: Path):
-        self.load(path)
-        self.whole = self.library
+        self.library = self.whole = _loaded(path)
+        self._emulated: ctypes.CDLL | None = None
 
-    def load(self, path: Path) -> None:
-        """Takes this library in place of the one before."""
-        self.library = ctypes.CDLL(str(path))
-        self.library.toast_instructions.restype = ctypes.c_char_p
+    def __repr__(self) -> str:  # which pytest prints with a failure
+        return f"<Kernels: {self.instructions}>"
 
     @property
     def instructions(self) -> str:
@@ -234,8 +237,29 @@ class Kernels:
         return self.library.toast_instructions().decode()
 
     def choose(self, name: str) -> bool:
-        """Has an instruction set be used; False where the processor has it not."""
+        """Has the library in use compute with a set; False where the processor has it not."""
         return not self.library.toast_choose_instructions(name.encode())
+
+    def use(self, name: str, threads: int = 3) -> bool:
+        """Likewise, with the library that has it, and so many threads."""
+        self.library = self.whole
+        if name == "amx_int8" and not self.choose(name):
+            self._emulated = self._emulated or _loaded(compiled_apart("amx_int8.cpp"))
+            self.library = self._emulated
+        self.library.toast_set_threads(threads)
+        return self.choose(name)
+
+    def each(self, names: Sequence[str]) -> Iterator[str]:
+        """Those of these sets that can be had here: each in use until the next."""
+        yield from filter(self.use, names)
+
+    def sets(self) -> Iterator[str]:
+        """Likewise, of all."""
+        return self.each(SETS)
+
+    def row_sets(self) -> Iterator[str]:
+        """Likewise, of those that have code of their own for rows and for attention."""
+        return self.each(OF_ROWS)
 
     def multiply(
         self,
@@ -299,59 +323,27 @@ class Kernels:
         return error + abs(product) * ROUNDING[out_type] * 1.01 + 2.0**-25
 
 
-_in_common: list[Any] = []
-
-
-def for_all_sets(make: Callable[..., Made]) -> Callable[..., Made]:
-    """What is the same with each instruction set is made once, for arguments that can be keys, and
-    forgotten with the kernels of a module. Nobody writes to it."""
-    _in_common.append(cache(make))
-    return _in_common[-1]
-
-
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
-    yield Kernels(compiled_apart() if SANITIZERS else native_path(native_cache(tmp_path_factory)))
-    for made in _in_common:
-        made.cache_clear()
+    """The set and the threads are put back: others of this process may compute with the library."""
+    made = Kernels(compiled_apart() if SANITIZERS else native_path(native_cache(tmp_path_factory)))
+    before = made.instructions
+    yield made
+    made.use(before, threads=1)
 
 
-@contextmanager
-def computed_by(name: str, kernels: Kernels) -> Iterator[None]:
-    """While it lasts, with that set of the library that has all."""
-    library, kernels.library = kernels.library, kernels.whole
-    before = kernels.instructions
-    try:
-        assert kernels.choose(name)
-        yield
-    finally:
-        kernels.choose(before)
-        kernels.library = library
+def on_each(names: Sequence[str]) -> Callable[[Test], Test]:
+    """Decorates a test, whose first argument is `kernels`: it runs with each of these sets."""
+
+    def decorated(test: Test) -> Test:
+        @wraps(test)
+        def on_all(kernels: Kernels, *arguments: Any, **named: Any) -> None:
+            for _ in kernels.each(names):
+                test(kernels, *arguments, **named)
+
+        return cast(Test, on_all)
+
+    return decorated
 
 
-def chosen(name: str, kernels: Kernels) -> Iterator[str]:
-    """While a test runs: that instruction set, and three threads."""
-    library = kernels.library
-    if name == "amx_int8" and not kernels.choose(name):
-        kernels.load(compiled_apart("amx_int8.cpp"))
-    before = kernels.instructions  # others of this process may compute with the library
-    if not kernels.choose(name):
-        kernels.library = library
-        pytest.skip(f"no {name} here")
-    kernels.library.toast_set_threads(3)
-    yield name
-    kernels.library.toast_set_threads(1)
-    kernels.choose(before)
-    kernels.library = library
-
-
-@pytest.fixture(params=SETS)
-def instructions(request: pytest.FixtureRequest, kernels: Kernels) -> Iterator[str]:
-    """Each test runs with each instruction set."""
-    yield from chosen(request.param, kernels)
-
-
-@pytest.fixture(params=OF_ROWS)
-def row_sets(request: pytest.FixtureRequest, kernels: Kernels) -> Iterator[str]:
-    """With each that has code of its own for rows and for attention."""
-    yield from chosen(request.param, kernels)
+on_sets, on_row_sets = on_each(SETS), on_each(OF_ROWS)

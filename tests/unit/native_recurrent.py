@@ -1,5 +1,5 @@
 """What kernels/recurrent.h does, and the convolution of kernels/rows.h, through their C interface,
-with numpy."""
+with numpy: calls, inputs and oracles."""
 
 from __future__ import annotations
 
@@ -198,3 +198,66 @@ def layer(
         ctypes.byref(of), pointer(y), pointer(last), pointer(after)
     ))  # fmt: skip
     return y, last, after
+
+
+def of_heads(seed: int, batch: int, length: int, heads: tuple, sizes: tuple) -> list:
+    """What the rule takes, keys of length 1."""
+    rng = np.random.default_rng(seed)
+    keys, gates = (batch, length, heads[0], sizes[0]), (batch, length, heads[1])
+    shapes = [keys, keys, (*gates, sizes[1]), gates, gates, heads[1:], heads[1:]]
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    for array in arrays[:2]:
+        array /= np.sqrt((array**2).sum(-1, keepdims=True))
+    return arrays
+
+
+def of_layer(seed: int, batch: int, length: int, heads: tuple, sizes: tuple, kernel: int) -> tuple:
+    """The projections of a layer of gated delta rules, as Qwen3-Next has them side by side for each
+    key head, and its parameters."""
+    rng = np.random.default_rng(seed)
+    each, values = heads[1] // heads[0], heads[1] // heads[0] * sizes[1]
+
+    def parts(names: str, *widths: int) -> dict[str, np.ndarray]:
+        array = rng.normal(size=(batch, length, heads[0], sum(widths))).astype(np.float32)
+        return dict(zip(names, np.split(array, np.cumsum(widths)[:-1], -1)))
+
+    projections = {**parts("qkvz", sizes[0], sizes[0], values, values), **parts("ba", each, each)}
+    channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
+    shapes = {"weight": (channels, kernel), "a_log": heads[1:], "bias": heads[1:],
+              "norm": sizes[1:]}  # fmt: skip
+    return projections, {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
+
+
+def flat(steps: np.ndarray) -> np.ndarray:
+    """(batch, length, heads, n) -> (batch, length, heads * n)."""
+    return steps.reshape(*steps.shape[:2], steps.shape[2] * steps.shape[3])
+
+
+def mixed(projections: dict[str, np.ndarray]) -> np.ndarray:
+    """Queries, keys and values as they are convolved: (batch, length, channels)."""
+    return np.concatenate([flat(projections[name]) for name in "qkv"], -1)
+
+
+def of_scan(seed: int, batch: int, length: int, heads: tuple, sizes: tuple) -> list[np.ndarray]:
+    """What Mamba-2's scan takes. heads: and groups of them. sizes: of a head, of its state."""
+    rng = np.random.default_rng(seed)
+    steps, groups = (batch, length, heads[0]), (batch, length, heads[1], sizes[1])
+    shapes = [(*steps, sizes[0]), groups, groups, steps, heads[:1], heads[:1], heads[:1]]
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def of_selective_scan(seed: int, batch: int, length: int, sizes: tuple) -> list:
+    """What Mamba's takes: of one head, of so many channels and such a state."""
+    rng = np.random.default_rng(seed)
+    steps, group, own = (batch, length, 1, sizes[0]), (batch, length, 1, sizes[1]), (1, sizes[0])
+    shapes = [steps, group, group, steps, (1, *sizes), own, own]
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def of_wkv(seed: int, batch: int, length: int, heads: int, size: int) -> list[np.ndarray]:
+    """What RWKV-7's rule takes: as there, b is the key that is replaced, times a rate."""
+    rng = np.random.default_rng(seed)
+    r, k, v, a = (rng.normal(size=(batch, length, heads, size)) for _ in range(4))
+    a /= np.sqrt((a**2).sum(-1, keepdims=True))
+    w, rate = rng.uniform(0.5, 1, a.shape), rng.random(a.shape)
+    return [one.astype(np.float32) for one in (r, w, k, v, a, -a * rate)]

@@ -1,8 +1,9 @@
-"""What kernels/rows.h does, through their C interface, with numpy."""
+"""What kernels/rows.h does, through their C interface, with numpy: calls and oracles."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import numpy as np
@@ -252,3 +253,20 @@ def weighted_sums(
         pointer(weights), pointer(out), TYPES[kinds[1]],
     ))  # fmt: skip
     return out
+
+
+def activated(x: np.ndarray, kind: str) -> np.ndarray:
+    """Of ACTIVATIONS, in numpy."""
+    with np.errstate(over="ignore"):
+        if kind == "gelu_erf":
+            return x * (1 + np.vectorize(math.erf, otypes=[float])(x / np.sqrt(2))) / 2
+        if kind == "finite":
+            return x
+        if kind == "relu2":
+            return np.maximum(x, 0) ** 2
+        if kind == "swiglu_oai":
+            x = np.minimum(x, 7)
+            return x / (1 + np.exp(-1.702 * x))
+        if kind == "gelu":
+            return x / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        return (1 if kind == "sigmoid" else x) / (1 + np.exp(-x))

@@ -10,12 +10,26 @@ from hypothesis import strategies as st
 
 from tests.conftest import examples
 from tests.native_library import needed
-from tests.unit.native_kernels import ROUNDING, TYPES, Kernels, kernels, read, row_sets, stored
-from tests.unit.native_recurrent import convolved, delta, layer, linear, scanned, wkv
+from tests.unit.native_kernels import ROUNDING, TYPES, Kernels, kernels, on_row_sets, read, stored
+from tests.unit.native_recurrent import (
+    convolved,
+    delta,
+    flat,
+    layer,
+    linear,
+    mixed,
+    of_heads,
+    of_layer,
+    of_scan,
+    of_selective_scan,
+    of_wkv,
+    scanned,
+    wkv,
+)
 from tests.unit.native_rows import gated, normed
 
-__all__ = ["kernels", "row_sets"]
-pytestmark = [needed, pytest.mark.usefixtures("row_sets")]
+__all__ = ["kernels"]
+pytestmark = needed
 seeds = st.integers(0, 1 << 20)
 types = st.sampled_from(list(TYPES))
 
@@ -44,17 +58,6 @@ def by_steps(
     return y, state
 
 
-def of_heads(seed: int, batch: int, length: int, heads: tuple, sizes: tuple) -> list:
-    """What the rule takes, keys of length 1."""
-    rng = np.random.default_rng(seed)
-    keys, gates = (batch, length, heads[0], sizes[0]), (batch, length, heads[1])
-    shapes = [keys, keys, (*gates, sizes[1]), gates, gates, heads[1:], heads[1:]]
-    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
-    for array in arrays[:2]:
-        array /= np.sqrt((array**2).sum(-1, keepdims=True))
-    return arrays
-
-
 @settings(max_examples=examples(40))
 @given(seeds, st.integers(1, 2), st.integers(0, 7), st.integers(1, 2), st.integers(1, 3),
        st.tuples(st.integers(1, 70), st.integers(1, 11)), st.booleans(), st.booleans(),
@@ -74,11 +77,11 @@ def test_gated_delta_rule(
     shape = (batch, heads * each, sizes[1], sizes[0])
     state = rng.normal(size=shape).astype(np.float32) if begun else None
     mask = rng.random((batch, length)) < 0.7 if masked else None
-    y, after = delta(kernels, arrays, state, mask, factor)
     start = np.zeros(shape) if state is None else state
     wanted = by_steps(arrays, start, mask, factor)
-    for ours, theirs in zip((y, after), wanted):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+    for _ in kernels.row_sets():
+        for ours, theirs in zip(delta(kernels, arrays, state, mask, factor), wanted):
+            np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -108,43 +111,16 @@ def test_convolution(
     weight = stored(rng.normal(size=(channels, kernel)), kinds[1])
     bias = stored(rng.normal(size=channels), kinds[1]) if biased else None
     before = stored(rng.normal(size=(batch, kernel - 1, channels)), kinds[0]) if begun else None
-    out = convolved(kernels, x, weight, bias, before, kinds, activated)
     wide = [None if one is None else read(one, kind)
             for one, kind in ((x, kinds[0]), (weight, kinds[1]), (before, kinds[0]))]  # fmt: skip
     wanted = windows(*wide) + (0 if bias is None else read(bias, kinds[1]))
     size = windows(*(one if one is None else abs(one) for one in wide)) + abs(wanted)
     wanted = silu(wanted) if activated else wanted
-    error = abs(read(out, kinds[2]) - wanted)
     # SiLU is nowhere steeper than 1.1.
     most = size * 2.0**-24 * (kernel + 4) * 1.2 + abs(wanted) * ROUNDING[kinds[2]] * 1.01 + 2.0**-24
-    assert (error <= most).all()
-
-
-def of_layer(seed: int, batch: int, length: int, heads: tuple, sizes: tuple, kernel: int) -> tuple:
-    """The projections of a layer of gated delta rules, as Qwen3-Next has them side by side for each
-    key head, and its parameters."""
-    rng = np.random.default_rng(seed)
-    each, values = heads[1] // heads[0], heads[1] // heads[0] * sizes[1]
-
-    def parts(names: str, *widths: int) -> dict[str, np.ndarray]:
-        array = rng.normal(size=(batch, length, heads[0], sum(widths))).astype(np.float32)
-        return dict(zip(names, np.split(array, np.cumsum(widths)[:-1], -1)))
-
-    projections = {**parts("qkvz", sizes[0], sizes[0], values, values), **parts("ba", each, each)}
-    channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
-    shapes = {"weight": (channels, kernel), "a_log": heads[1:], "bias": heads[1:],
-              "norm": sizes[1:]}  # fmt: skip
-    return projections, {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
-
-
-def flat(steps: np.ndarray) -> np.ndarray:
-    """(batch, length, heads, n) -> (batch, length, heads * n)."""
-    return steps.reshape(*steps.shape[:2], steps.shape[2] * steps.shape[3])
-
-
-def mixed(projections: dict[str, np.ndarray]) -> np.ndarray:
-    """Queries, keys and values as they are convolved: (batch, length, channels)."""
-    return np.concatenate([flat(projections[name]) for name in "qkv"], -1)
+    for _ in kernels.row_sets():
+        out = convolved(kernels, x, weight, bias, before, kinds, activated)
+        assert (abs(read(out, kinds[2]) - wanted) <= most).all()
 
 
 @settings(max_examples=examples(40))
@@ -160,41 +136,42 @@ def test_delta_layer(
     projections, own = of_layer(seed, batch, length, shape, sizes, kernel)
     rng = np.random.default_rng(seed + 1)
     before = state = None
-    x = mixed(projections)
     if begun:
-        before = rng.normal(size=(batch, kernel - 1, x.shape[-1])).astype(np.float32)
+        before = rng.normal(size=(batch, kernel - 1, len(own["weight"]))).astype(np.float32)
         state = rng.normal(size=(batch, shape[1], sizes[1], sizes[0])).astype(np.float32)
-    found = layer(kernels, projections, own, before, state, 1e-5)
-    keys = heads * sizes[0]
+    for _ in kernels.row_sets():
+        found = layer(kernels, projections, own, before, state, 1e-5)
+        wanted = layer_in_parts(kernels, projections, own, before, state)
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours.shape == theirs.shape and np.array_equal(ours, theirs)
+
+
+def layer_in_parts(
+    kernels: Kernels, projections: dict, own: dict, before: np.ndarray | None, state
+) -> tuple[np.ndarray, ...]:
+    """What `layer` gives, by the other operations."""
+    batch, length, heads, size = projections["q"].shape
+    value_heads, value_size = len(own["bias"]), len(own["norm"])
+    x, keys, kernel = mixed(projections), heads * size, own["weight"].shape[1]
     q, k, v = np.split(convolved(kernels, x, own["weight"], None, before, silu=True),
                        [keys, 2 * keys], -1)  # fmt: skip
-    scale = sizes[0] ** -0.5
+    scale = size**-0.5
     q, k = (
-        normed(kernels, np.ascontiguousarray(one).reshape(-1, sizes[0]), None, ("f32",) * 3, plus,
-               1e-6 * scale**2).reshape(batch, length, heads, sizes[0])
+        normed(kernels, np.ascontiguousarray(one).reshape(-1, size), None, ("f32",) * 3, plus,
+               1e-6 * scale**2).reshape(batch, length, heads, size)
         for one, plus in ((q, scale**2), (k, scale))
     )  # fmt: skip
     gates = [flat(projections[name]) for name in "ab"]
-    values = np.ascontiguousarray(v).reshape(batch, length, shape[1], sizes[1])
+    values = np.ascontiguousarray(v).reshape(batch, length, value_heads, value_size)
     arrays = [
         np.ascontiguousarray(one) for one in (q, k, values, *gates, own["a_log"], own["bias"])
     ]
     y, after = delta(kernels, arrays, state)
-    rows = normed(kernels, y.reshape(-1, sizes[1]), own["norm"], ("f32",) * 3)
-    z = np.ascontiguousarray(projections["z"].reshape(-1, sizes[1]))
+    rows = normed(kernels, y.reshape(-1, value_size), own["norm"], ("f32",) * 3)
+    z = np.ascontiguousarray(projections["z"].reshape(-1, value_size))
     y = gated(kernels, z, rows, "f32", "silu").reshape(y.shape)
     earlier = np.zeros((batch, kernel - 1, x.shape[-1]), np.float32) if before is None else before
-    last = np.concatenate([earlier, x], 1)[:, length:]
-    for ours, theirs in zip(found, (y, last, after)):
-        assert ours.shape == theirs.shape and np.array_equal(ours, theirs)
-
-
-def of_scan(seed: int, batch: int, length: int, heads: tuple, sizes: tuple) -> list[np.ndarray]:
-    """What Mamba-2's scan takes. heads: and groups of them. sizes: of a head, of its state."""
-    rng = np.random.default_rng(seed)
-    steps, groups = (batch, length, heads[0]), (batch, length, heads[1], sizes[1])
-    shapes = [(*steps, sizes[0]), groups, groups, steps, heads[:1], heads[:1], heads[:1]]
-    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    return y, np.concatenate([earlier, x], 1)[:, length:], after
 
 
 @settings(max_examples=examples(40))
@@ -211,26 +188,20 @@ def test_scan(
     shape = (batch, heads, *sizes)
     state = rng.normal(size=shape).astype(np.float32) if begun else None
     mask = rng.random((batch, length)) < 0.7 if masked else None
-    y, after = scanned(kernels, arrays, state, mask, limits)
     x, b, c, dt, a_log, d, bias = (one.astype(np.float64) for one in arrays)
     b, c = np.repeat(b, each, 2), np.repeat(c, each, 2)
     dt = np.clip(np.logaddexp(dt + bias, 0), *limits)
     now = np.zeros(shape) if state is None else state.astype(np.float64)
+    wanted = np.zeros(x.shape)
     for t in range(length):
         kept = np.exp(-np.exp(a_log) * dt[:, t])[..., None, None]
         new = kept * now + (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
-        wanted = np.einsum("bhps,bhs->bhp", new, c[:, t]) + d[:, None] * x[:, t]
-        np.testing.assert_allclose(y[:, t], wanted, rtol=2e-5, atol=1e-4)
+        wanted[:, t] = np.einsum("bhps,bhs->bhp", new, c[:, t]) + d[:, None] * x[:, t]
         now = new if mask is None else np.where(mask[:, t, None, None, None], new, now)
-    np.testing.assert_allclose(after, now, rtol=2e-5, atol=2e-5)
-
-
-def of_selective_scan(seed: int, batch: int, length: int, sizes: tuple) -> list:
-    """What Mamba's takes: of one head, of so many channels and such a state."""
-    rng = np.random.default_rng(seed)
-    steps, group, own = (batch, length, 1, sizes[0]), (batch, length, 1, sizes[1]), (1, sizes[0])
-    shapes = [steps, group, group, steps, (1, *sizes), own, own]
-    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    for _ in kernels.row_sets():
+        y, after = scanned(kernels, arrays, state, mask, limits)
+        np.testing.assert_allclose(y, wanted, rtol=2e-5, atol=1e-4)
+        np.testing.assert_allclose(after, now, rtol=2e-5, atol=2e-5)
 
 
 @settings(max_examples=examples(40))
@@ -246,26 +217,20 @@ def test_selective_scan(
     rng, shape = np.random.default_rng(seed + 1), (batch, 1, *sizes)
     state = rng.normal(size=shape).astype(np.float32) if begun else None
     arrays[6] = arrays[6] if biased else None
-    y, after = scanned(kernels, arrays, state, None, limits)
     x, b, c, dt, a_log, d = (one.astype(np.float64) for one in arrays[:6])
     dt = np.clip(np.logaddexp(dt + (arrays[6] if biased else 0), 0), *limits)[..., None]
     now = np.zeros(shape) if state is None else state.astype(np.float64)
+    wanted, scale = np.zeros(x.shape), np.zeros(x.shape)
     for t in range(length):
         now = np.exp(-np.exp(a_log) * dt[:, t]) * now
         now = now + dt[:, t] * x[:, t, :, :, None] * b[:, t, :, None]
         terms = now * c[:, t, :, None]
-        scale = abs(terms).sum(-1) + abs(x[:, t])
-        assert (abs(y[:, t] - terms.sum(-1) - d * x[:, t]) <= 1e-5 * scale + 1e-5).all()
-    np.testing.assert_allclose(after, now, rtol=2e-5, atol=2e-5)
-
-
-def of_wkv(seed: int, batch: int, length: int, heads: int, size: int) -> list[np.ndarray]:
-    """What RWKV-7's rule takes: as there, b is the key that is replaced, times a rate."""
-    rng = np.random.default_rng(seed)
-    r, k, v, a = (rng.normal(size=(batch, length, heads, size)) for _ in range(4))
-    a /= np.sqrt((a**2).sum(-1, keepdims=True))
-    w, rate = rng.uniform(0.5, 1, a.shape), rng.random(a.shape)
-    return [one.astype(np.float32) for one in (r, w, k, v, a, -a * rate)]
+        wanted[:, t] = terms.sum(-1) + d * x[:, t]
+        scale[:, t] = abs(terms).sum(-1) + abs(x[:, t])
+    for _ in kernels.row_sets():
+        y, after = scanned(kernels, arrays, state, None, limits)
+        assert (abs(y - wanted) <= 1e-5 * scale + 1e-5).all()
+        np.testing.assert_allclose(after, now, rtol=2e-5, atol=2e-5)
 
 
 @settings(max_examples=examples(40))
@@ -277,16 +242,17 @@ def test_generalised_delta_rule(
     arrays = of_wkv(seed, batch, length, heads, size)
     shape = (batch, heads, size, size)
     state = np.random.default_rng(seed).normal(size=shape).astype(np.float32) if begun else None
-    y, after = wkv(kernels, arrays, state)
     now = np.zeros(shape) if state is None else state.astype(np.float64)
+    wanted = np.zeros(arrays[0].shape)
     for t in range(length):
         r, w, k, v, a, b = (one[:, t].astype(np.float64) for one in arrays)
         found = np.einsum("bhvk,bhk->bhv", now, a)
         now = now * w[:, :, None] + found[..., None] * b[:, :, None] + v[..., None] * k[:, :, None]
-        np.testing.assert_allclose(
-            y[:, t], np.einsum("bhvk,bhk->bhv", now, r), rtol=2e-5, atol=2e-4
-        )
-    np.testing.assert_allclose(after, now, rtol=2e-5, atol=2e-5)
+        wanted[:, t] = np.einsum("bhvk,bhk->bhv", now, r)
+    for _ in kernels.row_sets():
+        y, after = wkv(kernels, arrays, state)
+        np.testing.assert_allclose(y, wanted, rtol=2e-5, atol=2e-4)
+        np.testing.assert_allclose(after, now, rtol=2e-5, atol=2e-5)
 
 
 @settings(max_examples=examples(30))
@@ -300,21 +266,24 @@ def test_linear_recurrence(
     decays = rng.random((batch, length, channels)).astype(np.float32)
     x = rng.normal(size=decays.shape).astype(np.float32)
     state = rng.normal(size=(batch, channels)).astype(np.float32) if begun else None
-    found = linear(kernels, decays, x, state)
     now = np.zeros((batch, channels)) if state is None else state.astype(np.float64)
+    wanted = np.zeros(x.shape)
     for t in range(length):
-        now = decays[:, t] * now + x[:, t]
-        np.testing.assert_allclose(found[:, t], now, rtol=1e-5, atol=1e-5)
-    if 0 < cut < length:
-        halves = [[np.ascontiguousarray(one[:, part]) for one in (decays, x)]
-                  for part in (slice(0, cut), slice(cut, length))]  # fmt: skip
-        first = linear(kernels, *halves[0], state)
-        rest = linear(kernels, *halves[1], np.ascontiguousarray(first[:, -1]))
-        assert np.array_equal(np.concatenate([first, rest], 1), found)
+        now = wanted[:, t] = decays[:, t] * now + x[:, t]
+    halves = [[np.ascontiguousarray(one[:, part]) for one in (decays, x)]
+              for part in (slice(0, cut), slice(cut, length))]  # fmt: skip
+    for _ in kernels.row_sets():
+        found = linear(kernels, decays, x, state)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        if 0 < cut < length:
+            first = linear(kernels, *halves[0], state)
+            rest = linear(kernels, *halves[1], np.ascontiguousarray(first[:, -1]))
+            assert np.array_equal(np.concatenate([first, rest], 1), found)
 
 
 @settings(max_examples=examples(15))
 @given(seeds, st.integers(1, 40), st.integers(0, 40), st.integers(1, 4), st.booleans())
+@on_row_sets
 def test_a_chunk_of_steps_gives_what_they_give(
     kernels: Kernels, seed: int, length: int, cut: int, threads: int, in_place: bool
 ) -> None:
@@ -353,6 +322,7 @@ def test_a_chunk_of_steps_gives_what_they_give(
 
 
 @pytest.mark.parametrize("size", [64, 63])
+@on_row_sets
 def test_large_states_are_written_past_the_caches(kernels: Kernels, size: int) -> None:
     """A step that leaves its state gives, to the bit, what one in its place gives."""
     recurrences = [
@@ -380,6 +350,7 @@ def test_large_states_are_written_past_the_caches(kernels: Kernels, size: int) -
         assert np.array_equal(one, other)
 
 
+@on_row_sets
 def test_heads_that_do_not_fit_are_refused(kernels: Kernels) -> None:
     with pytest.raises(ValueError, match="1"):
         delta(kernels, of_heads(1, 1, 1, (2, 3), (4, 4)), None)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tests.conftest import examples
 from tests.native_library import needed
-from tests.unit.native_kernels import TYPES, Kernels, kernels, read, row_sets
+from tests.unit.native_kernels import TYPES, Kernels, kernels, on_row_sets, read
 from tests.unit.native_rows import Choice, numbers, partition, routed
 
-__all__ = ["kernels", "row_sets"]
-pytestmark = [needed, pytest.mark.usefixtures("row_sets")]
+__all__ = ["kernels"]
+pytestmark = needed
 types = st.sampled_from(list(TYPES))
 seeds = st.integers(0, 1 << 20)
 
@@ -29,21 +29,22 @@ def test_routes(
     type_ = "f32" if of_chosen else type_
     x, k = numbers(seed, (rows, size), type_), data.draw(st.integers(1, size))
     how = normed + 2 * ahead + 4 * of_chosen
-    which, shares = routed(kernels, x, type_, Choice(k, how, factor=1.0))
     logits = read(x, type_)
     wanted = np.exp(logits - logits.max(-1, keepdims=True))
     wanted /= wanted.sum(-1, keepdims=True)
-    chosen = np.take_along_axis(wanted, which.astype(np.int64), -1)
-    assert all(len({*row}) == k for row in which)
     least = np.sort(wanted, -1)[:, -k:].min(-1, initial=1, keepdims=True)
-    assert (chosen >= least * (1 - 1e-6)).all()
-    if normed or of_chosen:
-        chosen /= chosen.sum(-1, keepdims=True)
-    np.testing.assert_allclose(shares, chosen, rtol=1e-5, atol=1e-30)
-    if of_chosen:
-        scores = np.float32(-logits if ahead else logits)
-        order = partition(kernels, scores, type_, k - 1 if ahead else size - k)
-        assert np.array_equal(which, order[:, :k] if ahead else order[:, size - k :])
+    scores = np.float32(-logits if ahead else logits)
+    for _ in kernels.row_sets():
+        which, shares = routed(kernels, x, type_, Choice(k, how, factor=1.0))
+        chosen = np.take_along_axis(wanted, which.astype(np.int64), -1)
+        assert all(len({*row}) == k for row in which)
+        assert (chosen >= least * (1 - 1e-6)).all()
+        if normed or of_chosen:
+            chosen /= chosen.sum(-1, keepdims=True)
+        np.testing.assert_allclose(shares, chosen, rtol=1e-5, atol=1e-30)
+        if of_chosen:
+            order = partition(kernels, scores, type_, k - 1 if ahead else size - k)
+            assert np.array_equal(which, order[:, :k] if ahead else order[:, size - k :])
 
 
 @settings(max_examples=examples(60))
@@ -60,7 +61,6 @@ def test_routes_by_scores_and_groups(
     bias = np.random.default_rng(seed).normal(size=n).astype(np.float32) if biased else None
     flags = normed + 2 * ahead + 8 * scored + 16 * best
     choice = Choice(k, flags, groups, kept, 0.25, 2.5)
-    which, shares = routed(kernels, x, type_, choice, bias)
     logits = read(x, type_)
     scores = 1 / (1 + np.exp(-logits))
     if not scored:
@@ -76,15 +76,18 @@ def test_routes_by_scores_and_groups(
     by = by.reshape(rows, n)
     if best:
         scores, by = by, by + added
-    assert all(len({*row}) == k for row in which)
     least = np.sort(by, -1)[:, -k:].min(-1, initial=np.inf, keepdims=True)
-    assert (np.take_along_axis(by, which.astype(np.int64), -1) >= least - 1e-5).all()
-    wanted = np.take_along_axis(scores, which.astype(np.int64), -1)
-    if normed:
-        wanted /= wanted.sum(-1, keepdims=True) + 0.25
-    np.testing.assert_allclose(shares, 2.5 * wanted, rtol=1e-5, atol=1e-30)
+    for _ in kernels.row_sets():
+        which, shares = routed(kernels, x, type_, choice, bias)
+        assert all(len({*row}) == k for row in which)
+        assert (np.take_along_axis(by, which.astype(np.int64), -1) >= least - 1e-5).all()
+        wanted = np.take_along_axis(scores, which.astype(np.int64), -1)
+        if normed:
+            wanted /= wanted.sum(-1, keepdims=True) + 0.25
+        np.testing.assert_allclose(shares, 2.5 * wanted, rtol=1e-5, atol=1e-30)
 
 
+@on_row_sets
 def test_routes_that_cannot_be(kernels: Kernels) -> None:
     x = numbers(1, (2, 12), "f32")
     for wrong in (Choice(0), Choice(13), Choice(2, 0, 5, 1), Choice(2, 0, 3, -1)):
