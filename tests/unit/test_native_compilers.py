@@ -135,6 +135,22 @@ def test_a_build_that_is_interrupted(cache: Path, cxx, tmp_path: Path, number: i
     assert [entry.name for entry in cache.iterdir()] == ["lock"]
 
 
+def test_an_interrupt_just_before_the_build_waits(cache: Path, cxx, tmp_path: Path) -> None:
+    """Python notes it, and it does not end the wait: as one that reaches another thread."""
+    cxx(f"os.chdir({str(tmp_path)!r})\nopen('told', 'w')\ntime.sleep(3)\nopen('ended', 'w')")
+
+    def interrupt() -> None:
+        while not (tmp_path / "told").exists():
+            time.sleep(0.01)
+        time.sleep(0.1)  # now the main thread waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        libraries.build()
+    assert not (tmp_path / "ended").exists()
+
+
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE])
 def test_no_more_processes(cache: Path, cxx, monkeypatch, number: int) -> None:
     """Nor files, nor threads: that may be another time."""

@@ -58,6 +58,7 @@ GROUP: dict[str, Any] = (
     {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 )
 SECONDS = 300.0  # for one source
+SIGNALS_CHECK = 0.1  # seconds
 LINGERS = 1.0  # seconds to wait for the end of its output after it has exited
 MOST_OUTPUT = 1 << 18  # bytes of a compiler's output
 MOST_BYTES = 256 << 20  # of a compiled file
@@ -120,7 +121,7 @@ def compile_library(
     compiler's first error, OSError for shortages that may pass, such as a full disk. Compilers
     still running then, or on an interrupt, are killed."""
     import tempfile
-    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor, wait
 
     flags_of = {}  # the slowest first
     if glue is not None:  # as one source: MLX's headers take most of the time
@@ -148,7 +149,14 @@ def compile_library(
             link = ["-r", "-nostdlib"]
         threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
         try:
-            objects = [*threads.map(compile_source, flags_of), *([str(kernels)] if kernels else ())]
+            tasks = [threads.submit(compile_source, source) for source in flags_of]
+            objects = []
+            for task in tasks:
+                # A signal that arrives just before an unlimited wait would not end it.
+                while wait([task], SIGNALS_CHECK).not_done:
+                    pass
+                objects.append(task.result())
+            objects += [str(kernels)] if kernels else []
             compilers.run([*cxx, *objects, *link], made)
         except RuntimeError as error:  # no more threads for this user
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from error
