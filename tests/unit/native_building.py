@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+
+from toastkit.native.building import libraries
 
 
 @pytest.fixture
@@ -16,12 +17,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries are not loaded to see whether they can be trusted."""
+    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
+
+
+@pytest.fixture
 def cxx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """cxx(script): has the compiler be a script."""
+    """cxx(script): has the compiler be a script of the shell, which starts ten times as fast as one
+    of Python: a build starts it for each source."""
 
     def install(script: str) -> Path:
         path = tmp_path / "cxx"
-        path.write_text(f"#!{sys.executable} -IS\nimport os, sys, time\n{script}")
+        path.write_text(f"#!/bin/sh\n{script}")
         path.chmod(0o755)
         monkeypatch.setenv("CXX", str(path))
         return path
@@ -29,10 +37,16 @@ def cxx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return install
 
 
+def fails(*lines: str) -> str:
+    """A compiler that writes these lines to stderr and fails."""
+    return "".join(f"echo '{line}' >&2\n" for line in lines) + "exit 1\n"
+
+
 # Writes something to where it is told to, and notes that it ran.
 COMPILES = """
-open(sys.argv[0] + ".log", "a").write("x")
-open(sys.argv[sys.argv.index("-o") + 1], "wb").write(b"compiled")
+printf x >> "$0.log"
+while [ "$1" != -o ]; do shift; done
+printf compiled > "$2"
 """
 
 

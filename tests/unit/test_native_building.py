@@ -14,21 +14,20 @@ from pathlib import Path
 import pytest
 
 from tests.native_library import needed
-from tests.unit.native_building import COMPILES, cache, cxx, runs
+from tests.unit.native_building import COMPILES, cache, cxx, runs, trusting
 from toastkit.errors import ToastError, UnavailableError
 from toastkit.native import machine, starting
 from toastkit.native.building import compiling, libraries
 from toastkit.native.starting import NativeOptions, Status
 from toastkit.private_files import open_private, try_lock
 
-__all__ = ["cache", "cxx"]
+__all__ = ["cache", "cxx", "trusting"]
 pytestmark = needed
 AUTO = NativeOptions("auto")
 
 
-def test_what_is_built_is_found(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_built_is_found(cache: Path, cxx, trusting) -> None:
     path = cxx(COMPILES)
-    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
     assert libraries.find() == (None, "they are not built yet", True)
     assert not cache.exists()  # looking writes nothing
     made = libraries.build()
@@ -41,24 +40,21 @@ def test_what_is_built_is_found(cache: Path, cxx, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_library_is_of_its_sources_and_its_compiler(
-    cache: Path, cxx, monkeypatch: pytest.MonkeyPatch
+    cache: Path, cxx, monkeypatch: pytest.MonkeyPatch, trusting
 ) -> None:
-    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
-    cxx(COMPILES)
-    made = libraries.build()
-    monkeypatch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O3"))
-    assert libraries.find().pending
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parents[1]))
     path = cxx(COMPILES)
+    made = libraries.build()
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O3"))
+        assert libraries.find().pending
+    assert not libraries.find().pending
     os.utime(path, (1, 1))  # another compiler
     assert libraries.find().pending and Path(made).exists()
 
 
-def test_files_that_nobody_built(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_nobody_built(cache: Path, cxx, trusting) -> None:
     """A planted or a damaged library has other bytes than its name says."""
     cxx(COMPILES)
-    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
     made = Path(libraries.build())
     made.write_bytes(b"compiled?")
     assert libraries.find() == (None, "they are not built yet", True)
@@ -71,9 +67,8 @@ def test_files_that_nobody_built(cache: Path, cxx, monkeypatch: pytest.MonkeyPat
     assert found.path is None and not found.pending
 
 
-def test_a_folder_that_others_can_write_to(cache: Path, cxx, monkeypatch) -> None:
+def test_a_folder_that_others_can_write_to(cache: Path, cxx, trusting) -> None:
     cxx(COMPILES)
-    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
     libraries.build()
     cache.chmod(0o777)
     assert "has mode 0777" in libraries.find().why
@@ -119,8 +114,7 @@ def test_a_cache_that_runs_no_programs(cache: Path, cxx, monkeypatch: pytest.Mon
     assert runs(path) == 0
 
 
-def test_a_library_is_of_its_mlx(cache: Path, cxx, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
+def test_a_library_is_of_its_mlx(cache: Path, cxx, tmp_path: Path, monkeypatch, trusting) -> None:
     cxx(COMPILES)
     mlx = tmp_path / "mlx"
     for name in ("include/mlx/array.h", "lib/libmlx.so"):
@@ -134,9 +128,8 @@ def test_a_library_is_of_its_mlx(cache: Path, cxx, tmp_path: Path, monkeypatch) 
     assert libraries.build() != made and Path(made).exists()
 
 
-def test_who_waits_is_told(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_is_told(cache: Path, cxx, trusting) -> None:
     path = cxx(COMPILES)
-    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
     told: list[str] = []
     libraries.build(say=told.append)
     (line,) = told
@@ -160,7 +153,7 @@ def test_another_machine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "x86-64" in libraries.find().why and not starting.start(AUTO).on
 
 
-def test_one_builds_at_a_time(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_builds_at_a_time(cache: Path, cxx, trusting) -> None:
     path = cxx(COMPILES)
     cache.mkdir(parents=True, mode=0o700)
     os.chmod(cache.parent, 0o700)
@@ -170,7 +163,6 @@ def test_one_builds_at_a_time(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UnavailableError, match="another process is building"):
         libraries.build()
     threading.Timer(0.2, os.close, [lock]).start()
-    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
     assert libraries.build(patience=60.0) == libraries.find().path  # the other has not built it
     assert runs(path) > 0
 
@@ -183,9 +175,8 @@ def test_nothing_is_begun_where_nothing_can_be_kept(cache: Path, cxx, monkeypatc
     assert libraries.find() == (None, why, False) and starting.start(AUTO) == Status(False, why)
 
 
-def test_what_is_required_and_cannot_be_loaded(cache: Path, cxx, monkeypatch) -> None:
+def test_what_is_required_and_cannot_be_loaded(cache: Path, cxx, trusting) -> None:
     """It is built again, once; then that is an error. Who has not asked for it goes on without."""
-    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
     path = cxx(COMPILES)
     require = AUTO._replace(native="require")
     for times in (1, 2):
@@ -195,8 +186,7 @@ def test_what_is_required_and_cannot_be_loaded(cache: Path, cxx, monkeypatch) ->
     assert not starting.start(AUTO).on and runs(path) == 2 * (len(compiling.SOURCES) + 2)
 
 
-def test_what_killed_builds_have_left_goes(cache: Path, cxx, monkeypatch) -> None:
-    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
+def test_what_killed_builds_have_left_goes(cache: Path, cxx, trusting) -> None:
     cxx(COMPILES)
     (cache / "x.making.abc").mkdir(parents=True, mode=0o700)
     (cache / "x.making.abc/rows.o").write_bytes(b"half")
@@ -206,9 +196,8 @@ def test_what_killed_builds_have_left_goes(cache: Path, cxx, monkeypatch) -> Non
     assert sorted(entry.name for entry in cache.iterdir()) == sorted(["lock", Path(made).name])
 
 
-def test_old_libraries_go(cache: Path, cxx, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_libraries_go(cache: Path, cxx, trusting) -> None:
     cxx(COMPILES)
-    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
     cache.mkdir(parents=True, mode=0o700)
     for n in range(12):
         (cache / f"{n}-old.so").write_bytes(b"")
@@ -230,7 +219,7 @@ def await_failure(cache: Path) -> None:
 def test_nobody_waits(cache: Path, cxx, tmp_path: Path) -> None:
     """The first command begins a build, and goes on."""
     gate = tmp_path / "gate"
-    path = cxx(f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n" + COMPILES)
+    path = cxx(f"while [ ! -e '{gate}' ]; do sleep 0.01; done\n" + COMPILES)
     why = "they are being built in the background, for later"
     assert starting.start(AUTO) == Status(False, why, awaited=True)
     assert runs(path) == 0
@@ -243,14 +232,13 @@ def test_nobody_waits(cache: Path, cxx, tmp_path: Path) -> None:
 def test_who_builds_gives_way(cache: Path, cxx, tmp_path: Path) -> None:
     """To everybody: priorities alone count among the processes of one session."""
     told, group = tmp_path / "told", Path("/proc/self/autogroup")
-    cxx(
-        f"nice = [str(os.getpriority(os.PRIO_PROCESS, 0))]\n"
-        f"if os.path.exists({str(group)!r}): nice += open({str(group)!r}).read().split()[-1:]\n"
-        f"own = {str(told)!r} + str(os.getpid())\n"
-        f"open(own, 'w').write(' '.join(nice))\n"
-        f"os.replace(own, {str(told)!r})\n"
-        f"sys.exit(1)\n"
-    )
+    cxx(f"""
+told=$(nice)
+[ -e {group} ] && read -r name word weight < {group} && told="$told $weight"
+printf %s "$told" > '{told}'$$
+mv '{told}'$$ '{told}'
+exit 1
+""")
     starting.start(AUTO)
     await_failure(cache)
     assert told.read_text() == ("19 10" if group.exists() else "19")

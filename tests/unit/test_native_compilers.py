@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.native_library import needed
-from tests.unit.native_building import COMPILES, cache, cxx, runs
+from tests.unit.native_building import COMPILES, cache, cxx, fails, runs, trusting
 from toastkit.errors import ToastError, UnavailableError
 from toastkit.native.building import compiling, libraries
 
-__all__ = ["cache", "cxx"]
+__all__ = ["cache", "cxx", "trusting"]
 pytestmark = needed
 
 
@@ -37,19 +37,18 @@ def await_end(process: int) -> None:
 
 
 def test_a_compiler_that_fails(cache: Path, cxx) -> None:
-    cxx("sys.stderr.write('warning: x\\nfile.cpp:1: error: no such thing\\n'); sys.exit(1)")
+    cxx(fails("warning: x", "file.cpp:1: error: no such thing"))
     with pytest.raises(UnavailableError, match="failed: file.cpp:1: error: no such thing"):
         libraries.build()
     assert "no such thing" in libraries.find().why
-    cxx("sys.exit(7)")
+    cxx("exit 7")
     with pytest.raises(UnavailableError, match="no reason given"):
         libraries.build()
 
 
-def test_a_compiler_that_does_not_know_all(cache: Path, cxx, monkeypatch) -> None:
+def test_a_compiler_that_does_not_know_all(cache: Path, cxx, trusting) -> None:
     """Nor the newest instructions: their code is left out."""
-    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
-    path = cxx("if '-mamx-tile' in sys.argv: sys.exit('error: -mamx-tile')\n" + COMPILES)
+    path = cxx(f'case " $* " in *" -mamx-tile "*) {fails("error: -mamx-tile")};; esac\n' + COMPILES)
     assert libraries.build() == libraries.find().path
     known = [name for name in compiling.SOURCES if "-mamx-tile" not in compiling.SOURCES[name]]
     assert runs(path) == len(compiling.SOURCES) + 2 and len(known) >= len(compiling.SOURCES) - 1
@@ -57,8 +56,7 @@ def test_a_compiler_that_does_not_know_all(cache: Path, cxx, monkeypatch) -> Non
 
 def test_a_compiler_that_hangs(cache: Path, cxx, tmp_path: Path, monkeypatch) -> None:
     """It is ended, with what it has started."""
-    cxx(f"pid = os.fork() or time.sleep(60)\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(pid))\n"
-        "time.sleep(60)")  # fmt: skip
+    cxx(f"sleep 60 &\necho $! > '{tmp_path}/'$$\nmv '{tmp_path}/'$$ '{tmp_path}/pid'\nsleep 60")
     monkeypatch.setattr(compiling, "SECONDS", 0.6)
     monkeypatch.setattr(compiling, "LINGERS", 0.1)
     with pytest.raises(UnavailableError, match="did not end in 1 s"):
@@ -69,7 +67,7 @@ def test_a_compiler_that_hangs(cache: Path, cxx, tmp_path: Path, monkeypatch) ->
 def test_a_compiler_that_ends_and_leaves_somebody_behind(cache: Path, cxx, monkeypatch) -> None:
     """Who has its stderr, and would be waited for."""
     monkeypatch.setattr(compiling, "LINGERS", 0.1)
-    cxx("if os.fork(): sys.exit(1)\ntime.sleep(60)")
+    cxx("sleep 60 &\nexit 1")
     start = time.monotonic()
     with pytest.raises(UnavailableError, match="no reason given"):
         libraries.build()
@@ -77,7 +75,7 @@ def test_a_compiler_that_ends_and_leaves_somebody_behind(cache: Path, cxx, monke
 
 
 def test_a_compiler_that_says_much(cache: Path, cxx) -> None:
-    cxx("sys.stderr.write('error: too much\\n' + 'x' * (64 << 20)); sys.exit(1)")
+    cxx(f"echo error: too much >&2\nhead -c {4 * compiling.MOST_OUTPUT} /dev/zero >&2\nexit 1")
     with pytest.raises(UnavailableError, match="failed: error: too much"):
         libraries.build()
     reading, writing = os.pipe()
@@ -91,8 +89,7 @@ def test_a_compiler_that_says_much(cache: Path, cxx) -> None:
 
 def test_a_compiler_that_writes_without_end(cache: Path, cxx, monkeypatch) -> None:
     monkeypatch.setattr(compiling, "MOST_BYTES", 1 << 20)
-    cxx("time.sleep(0.3)\nout = open(sys.argv[sys.argv.index('-o') + 1], 'wb')\n"
-        "while True: out.write(bytes(1 << 16))")  # fmt: skip
+    cxx('sleep 0.3\nwhile [ "$1" != -o ]; do shift; done\nexec head -c 1000000000 /dev/zero > "$2"')
     with pytest.raises(UnavailableError, match="failed"):
         libraries.build()
     assert not [entry for entry in cache.iterdir() if entry.name not in ("lock",)
@@ -100,14 +97,14 @@ def test_a_compiler_that_writes_without_end(cache: Path, cxx, monkeypatch) -> No
 
 
 def test_a_compiler_that_is_killed(cache: Path, cxx) -> None:
-    cxx("os.kill(os.getpid(), 9)")
+    cxx("kill -9 $$")
     with pytest.raises(UnavailableError, match="failed: ended by SIGKILL"):
         libraries.build()
 
 
 def test_a_disk_that_is_full(cache: Path, cxx) -> None:
     """That may be another time: it is not remembered."""
-    cxx("sys.stderr.write('x.s: error: No space left on device\\n'); sys.exit(1)")
+    cxx(fails("x.s: error: No space left on device"))
     for _ in range(2):
         with pytest.raises(ToastError, match="no space left") as failed:
             libraries.build()
@@ -119,7 +116,7 @@ def test_a_disk_that_is_full(cache: Path, cxx) -> None:
 def test_a_build_that_is_interrupted(cache: Path, cxx, tmp_path: Path, number: int) -> None:
     """It ends at once, with its compilers, and leaves nothing behind."""
     told = tmp_path / "told"
-    cxx(f"pid = str(os.getpid())\nopen({str(told)!r} + pid, 'w').write(pid)\ntime.sleep(60)")
+    cxx(f"echo > '{told}'$$\nexec sleep 60")
     build = subprocess.Popen(
         [sys.executable, "-m", "toastkit.native.building.libraries"], stderr=subprocess.PIPE
     )
@@ -137,7 +134,7 @@ def test_a_build_that_is_interrupted(cache: Path, cxx, tmp_path: Path, number: i
 
 def test_an_interrupt_just_before_the_build_waits(cache: Path, cxx, tmp_path: Path) -> None:
     """Python notes it, and it does not end the wait: as one that reaches another thread."""
-    cxx(f"os.chdir({str(tmp_path)!r})\nopen('told', 'w')\ntime.sleep(3)\nopen('ended', 'w')")
+    cxx(f"echo > '{tmp_path}/told'\nsleep 3\necho > '{tmp_path}/ended'")
 
     def interrupt() -> None:
         while not (tmp_path / "told").exists():
@@ -162,11 +159,11 @@ def test_no_more_processes(cache: Path, cxx, monkeypatch, number: int) -> None:
         raise RuntimeError("can't start new thread")
 
     cxx(COMPILES)
-    for where, name, fails in (
+    for where, name, replacement in (
         (subprocess, "Popen", refused), (threading.Thread, "start", unthreaded),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
-            patch.setattr(where, name, fails)
+            patch.setattr(where, name, replacement)
             with pytest.raises(ToastError) as failed:
                 libraries.build()
         assert failed.value.code == 74 and not list(cache.glob("*.failed"))
@@ -181,22 +178,19 @@ def test_a_compiler_that_writes_nothing(cache: Path, cxx) -> None:
 
 
 def test_a_linker_says_why_before_who_started_it(cache: Path, cxx) -> None:
-    cxx("sys.stderr.write('ld: cannot find -lmlx: no such file\\n'\n"
-        "                 'collect2: error: ld returned 1\\n'); sys.exit(1)")  # fmt: skip
+    cxx(fails("ld: cannot find -lmlx: no such file", "collect2: error: ld returned 1"))
     with pytest.raises(UnavailableError, match="failed: ld: cannot find -lmlx"):
         libraries.build()
 
 
 def test_compilers_have_arguments_and_folders(
-    cache: Path, cxx, tmp_path: Path, monkeypatch
+    cache: Path, cxx, tmp_path: Path, monkeypatch, trusting
 ) -> None:
     """CXX is a path, also a relative one or with blanks, or a command with arguments; MLX may lie
     anywhere."""
-    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
-    path = cxx(f"open({str(tmp_path / 'words')!r}, 'a').write('\\0'.join(sys.argv) + '\\n')\n"
-               + COMPILES)  # fmt: skip
-    monkeypatch.setenv("CXX", f"{sys.executable} {path} -m64")
-    assert compiling.compiler() == (sys.executable, str(path), "-m64")
+    path = cxx(f"{{ printf '%s\\0' \"$0\" \"$@\"; echo; }} >> '{tmp_path}/words'\n{COMPILES}")
+    monkeypatch.setenv("CXX", f"/bin/sh {path} -m64")
+    assert compiling.compiler() == ("/bin/sh", str(path), "-m64")
     mlx = tmp_path / "a,b c"
     for name in ("include/mlx/array.h", "lib/libmlx.so"):
         (mlx / name).parent.mkdir(parents=True)
@@ -205,7 +199,7 @@ def test_compilers_have_arguments_and_folders(
     made = libraries.build()
     *_, linked = [line.split("\0") for line in (tmp_path / "words").read_text().splitlines()]
     assert linked[1] == "-m64" and str(mlx / "lib") in linked
-    monkeypatch.setenv("CXX", f"{sys.executable} {path} -m32")
+    monkeypatch.setenv("CXX", f"/bin/sh {path} -m32")
     assert libraries.find().pending and Path(made).exists()
     monkeypatch.chdir(tmp_path)
     path.rename(tmp_path / "my cxx")

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.native_library import needed
-from tests.unit.native_building import COMPILES, cache, cxx, runs
+from tests.unit.native_building import COMPILES, cache, cxx, fails, runs, trusting
 from toastkit.errors import UnavailableError
 from toastkit.native import starting
 from toastkit.native.building import compiling, libraries, ready
 from toastkit.native.building.wheel import main, make
 from toastkit.native.starting import NativeOptions
 
-__all__ = ["cache", "cxx"]
+__all__ = ["cache", "cxx", "trusting"]
 pytestmark = needed
 ALL = len(compiling.SOURCES) + 2  # sources, with the glue, and a linker
 
@@ -32,11 +32,10 @@ def mlx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def wheel(mlx: Path, cache: Path, cxx, tmp_path: Path, monkeypatch) -> Path:
+def wheel(mlx: Path, cache: Path, cxx, trusting, tmp_path: Path, monkeypatch) -> Path:
     """What one brings for that MLX; every library is trusted, and there is no compiler."""
     monkeypatch.setattr(ready, "READY", tmp_path / "ready")
-    monkeypatch.setattr(libraries, "is_trustworthy", lambda path: True)
-    cxx(COMPILES.replace('b"compiled"', 'b"brought"'))
+    cxx(COMPILES.replace("compiled", "brought"))
     make()
     monkeypatch.setenv("CXX", "no-such-compiler")
     return tmp_path / "ready"
@@ -108,17 +107,22 @@ def test_what_cannot_be_trusted(wheel: Path, cache: Path, cxx, monkeypatch) -> N
     found = libraries.find()
     assert found.why.startswith("what came with toastkit is not") and not found.pending
     trusts(monkeypatch, b"all compiled")
-    path = cxx(f"log = {str(wheel / 'runs')!r}\nopen(log, 'a').write('x')\nout = b'all compiled' "
-               f"if os.stat(log).st_size > 2 else b'compiled'\n"
-               "open(sys.argv[sys.argv.index('-o') + 1], 'wb').write(out)")  # fmt: skip
-    assert Path(libraries.build()).read_bytes() == b"all compiled" and path.exists()
-    assert len((wheel / "runs").read_bytes()) == 2 + ALL
+    path = cxx("""
+printf x >> "$0.log"
+read -r count < "$0.log"
+while [ "$1" != -o ]; do shift; done
+[ ${#count} -gt 2 ] && printf "all " > "$2"
+printf compiled >> "$2"
+""")
+    path.with_name("cxx.log").unlink()
+    assert Path(libraries.build()).read_bytes() == b"all compiled"
+    assert runs(path) == 2 + ALL
 
 
 def test_kernels_that_cannot_be_linked(wheel: Path, mlx: Path, cxx) -> None:
     other_mlx(mlx)
-    cxx("if any('kernels-' in word and word.endswith('.o') and 'ready' in word\n"
-        "       for word in sys.argv): sys.exit('error: no such format')" + COMPILES)  # fmt: skip
+    refuses = fails("error: no such format")
+    cxx(f'for word; do case "$word" in */ready/kernels-*.o) {refuses};; esac; done\n{COMPILES}')
     assert Path(libraries.build()).read_bytes() == b"compiled"
 
 
