@@ -57,7 +57,9 @@ FLAGS = (
 GROUP: dict[str, Any] = (
     {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 )
-SECONDS = 300.0  # for one source
+# For one source, of 30 s of processor time: at the lowest priority that may take long, and a build
+# that was given up is not tried again.
+SECONDS = 1800.0
 SIGNALS_CHECK = 0.1  # seconds
 LINGERS = 1.0  # seconds to wait for the end of its output after it has exited
 MOST_OUTPUT = 1 << 18  # bytes of a compiler's output
