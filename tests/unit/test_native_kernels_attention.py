@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import examples
 from tests.native_library import needed
-from tests.unit.native_attention import (
-    LOWEST,
-    Asked,
-    Wanted,
-    asked,
-    attend,
-    cached,
-    types,
-    wanted,
-)
+from tests.unit.native_attention import LOWEST, Asked, Wanted, asked, attend, cached, types, wanted
 from tests.unit.native_kernels import (
     KEPT_TYPES,
     ROUNDING,

@@ -24,6 +24,7 @@ from toastkit.model.normalise import Fitted, fit
 from toastkit.model.source import source_of
 from toastkit.model.supported import NO_WINDOW, supported
 
+ROWS = supported()
 RECORDED = sorted((Path(__file__).parents[1] / "oracle" / "recorded").glob("*.json"))
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "hidden_act": "silu",
@@ -81,7 +82,7 @@ def read(made: Fitted) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("row", supported(), ids=lambda row: f"{row.model_type}-{row.module}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.model_type}-{row.module}")
 def test_every_architecture_has_fields(row) -> None:
     source = source_of(row.module)
     assert source.fields and source.parts[0] == row.module
@@ -214,7 +215,7 @@ def test_windows_that_are_not_kept_to(fields: dict[str, Any], window: int | None
 
 @pytest.mark.parametrize("model_type", NO_WINDOW)
 def test_what_has_no_window_says_so(model_type: str) -> None:
-    (row,) = [row for row in supported() if row.model_type == model_type]
+    (row,) = [row for row in ROWS if row.model_type == model_type]
     assert "without a sliding window" in row.note
     act = "gelu_pytorch_tanh" if model_type in ("gemma2", "starcoder2") else "silu"
     made = changed(model_type=model_type, **SLIDES, use_sliding_window=True, hidden_act=act)

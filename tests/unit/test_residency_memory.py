@@ -17,11 +17,7 @@ from tests.cgroups import memory_group
 from toastkit.commands import cli
 from toastkit.errors import as_toast_error
 from toastkit.residency import memory
-from toastkit.residency.memory import (
-    available_memory,
-    left_by_cgroups,
-    left_by_limits,
-)
+from toastkit.residency.memory import available_memory, left_by_cgroups, left_by_limits
 
 MB = 1 << 20
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
@@ -324,10 +320,10 @@ def in_group(group: Path, *told: str) -> list[int]:
 
 def test_a_hog_in_a_real_cgroup(limited_group: Path) -> None:
     """The reading falls by what is taken, and rises when it is given back."""
-    steps = 100 * MB, 60 * MB, 0
+    steps = 64 * MB, 40 * MB, 0
     lefts = in_group(limited_group, *map(str, steps))
     assert 200 * MB < lefts[0] <= 256 * MB
-    for before, after, taken in zip(lefts, lefts[1:], (100 * MB, 60 * MB, -160 * MB)):
+    for before, after, taken in zip(lefts, lefts[1:], (64 * MB, 40 * MB, -104 * MB)):
         assert abs(before - after - taken) < 16 * MB
 
 
@@ -339,9 +335,9 @@ def test_files_that_are_read_in_a_real_cgroup(limited_group: Path, tmp_path: Pat
         pytest.skip("files lie in memory here")
     path = tmp_path / "weights"
     with open(path, "wb") as file:
-        file.write(bytes(150 * MB))
+        file.write(bytes(64 * MB))
         os.fsync(file.fileno())
         # Out of the cache: what is there belongs to the group that wrote it.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    lefts = in_group(limited_group, str(path), str(60 * MB))
-    assert abs(lefts[0] - lefts[1]) < 16 * MB and abs(lefts[1] - lefts[2] - 60 * MB) < 16 * MB
+    lefts = in_group(limited_group, str(path), str(40 * MB))
+    assert abs(lefts[0] - lefts[1]) < 16 * MB and abs(lefts[1] - lefts[2] - 40 * MB) < 16 * MB

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import examples
 from toastkit.residency.placement import placed
 from toastkit.residency.predict import (
     MOST_SLOWDOWN,
@@ -26,7 +27,8 @@ from toastkit.residency.residency_options import PLACEMENTS
 
 seconds = st.floats(1e-3, 10.0)
 shares = st.floats(0, 1)
-layers = st.lists(st.tuples(seconds, seconds, st.booleans()), min_size=1, max_size=12)
+layer = st.tuples(seconds, seconds, st.booleans())
+layers = st.lists(layer, min_size=1, max_size=12)
 ahead = st.none() | st.integers(1, 5)
 slower = st.floats(0, MOST_SLOWDOWN)
 NONE = Slowdown(0.0, 0.0)
@@ -125,8 +127,8 @@ def test_more_memory_is_never_slower(
         assert more <= fewer * 1.001 + 1e-9
 
 
-@settings(max_examples=30)
-@given(layers, seconds, slower, slower)
+@settings(max_examples=examples(15))
+@given(st.lists(layer, min_size=1, max_size=6), seconds, slower, slower)
 def test_a_slowdown_is_found_again(
     made: list, outside: float, reading: float, computing: float
 ) -> None:

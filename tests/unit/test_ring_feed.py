@@ -18,12 +18,7 @@ from hypothesis import strategies as st
 from processes import start
 
 from tests.conftest import examples
-from toastkit.errors import (
-    CannotCreateError,
-    DataError,
-    IOFailure,
-    NoInputError,
-)
+from toastkit.errors import CannotCreateError, DataError, IOFailure, NoInputError
 from toastkit.frames import Head, Reference
 from toastkit.session.feed import FeedMessage, FeedReader, FeedWriter
 from toastkit.session.ring import RingReader, RingWriter

@@ -149,11 +149,9 @@ def test_frequencies_follow_the_softmax():
 
 def test_frequencies_over_seeds_follow_the_softmax():
     logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
-    seeds = range(5000)
-    ids = [
-        HostSampler(SamplingOptions(temperature=1.0, seed=s), 4).draw(logits, 9).id for s in seeds
-    ]
-    shares = np.bincount(ids, minlength=4) / len(seeds)
+    samplers = (HostSampler(SamplingOptions(temperature=1.0, seed=s), 4) for s in range(2500))
+    ids = [sampler.draw(logits, 9, want_logprob=False).id for sampler in samplers]
+    shares = np.bincount(ids, minlength=4) / len(ids)
     assert np.abs(shares - [0.5, 0.25, 0.125, 0.125]).sum() / 2 < 0.02
 
 
@@ -161,9 +159,9 @@ def test_xtc_acts_as_often_as_it_should():
     options = SamplingOptions(temperature=0.01, xtc_probability=0.3, xtc_threshold=0.1, seed=1)
     sampler = HostSampler(options, 3)
     logits = np.log(np.array([0.5, 0.3, 0.2], np.float32))
-    ids = [sampler.draw(logits, position).id for position in range(3000)]
+    ids = [sampler.draw(logits, p, want_logprob=False).id for p in range(2000)]
     assert set(ids) == {0, 2}
-    assert ids.count(2) / 3000 == pytest.approx(0.3, abs=0.03)
+    assert ids.count(2) / 2000 == pytest.approx(0.3, abs=0.03)
 
 
 def test_xtc_spares_special_ids():

@@ -23,13 +23,7 @@ from session_states import (
     state_bytes,
 )
 
-from toastkit.errors import (
-    BusyError,
-    CannotCreateError,
-    DataError,
-    NoInputError,
-    UsageError,
-)
+from toastkit.errors import BusyError, CannotCreateError, DataError, NoInputError, UsageError
 from toastkit.session import names
 from toastkit.session.commit import MAX_SLICES
 from toastkit.session.directory import Session

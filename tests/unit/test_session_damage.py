@@ -33,11 +33,7 @@ from session_states import (
 )
 
 from tests.conftest import examples
-from toastkit.errors import (
-    DataError,
-    IOFailure,
-    ToastError,
-)
+from toastkit.errors import DataError, IOFailure, ToastError
 from toastkit.session import names
 from toastkit.session.blocks import LayerSource
 from toastkit.session.directory import Session

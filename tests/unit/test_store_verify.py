@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -41,9 +42,9 @@ def problems(path: Path, **options: bool) -> list[Problem]:
 
 
 def flip(path: Path, offset: int, mask: int = 1) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= mask
-    path.write_bytes(data)
+    with open(path, "r+b", buffering=0) as file:
+        (byte,) = os.pread(file.fileno(), 1, offset)
+        os.pwrite(file.fileno(), bytes([byte ^ mask]), offset)
 
 
 def test_what_is_whole(toast_file: Path) -> None:

@@ -14,12 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toastkit.errors import (
-    BusyError,
-    CannotCreateError,
-    DataError,
-    NoInputError,
-)
+from toastkit.errors import BusyError, CannotCreateError, DataError, NoInputError
 from toastkit.model.safetensors import ITEM_BYTES, read_header
 from toastkit.model.toast_format import CHECKSUMS_KEY, PAD_PREFIX, PAGE, new_digest
 from toastkit.store import writer as writer_module

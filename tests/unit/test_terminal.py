@@ -224,13 +224,11 @@ def test_lines_for_people_are_escaped(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("name", ["sample", "frames"])
-def test_an_error_frame_cannot_command_the_terminal(tmp_path: Path, name: str) -> None:
+def test_an_error_frame_cannot_command_the_terminal(pipeline, name: str) -> None:
     odd = [Unknown(f"k{ATTACK}", {}), Error(65, f"s{ATTACK}", f"m{ATTACK}", f"h{ATTACK}")]
-    (tmp_path / "x").write_bytes(b"".join(map(dumps, [RUN[0], *odd])))
-    with (tmp_path / "x").open() as stdin:
-        command = [executable(name), *(["--stat"] if name == "frames" else [])]
-        done = subprocess.run(command, stdin=stdin, capture_output=True, timeout=SECONDS)
-    told = done.stderr if name == "sample" else done.stdout
+    option = ["--stat"] if name == "frames" else []
+    done = pipeline([name, *option], stdin=b"".join(map(dumps, [RUN[0], *odd])))
+    told = done.errors[0].encode() if name == "sample" else done.out
     assert b"owned" in told and not set(b"\x1b\x07\x9b\r") & set(told)
 
 

@@ -9,17 +9,7 @@ import pytest
 from hand_made import EOS, Recorder, draw, drawn, head, kinds, step
 
 from toastkit.errors import DataError
-from toastkit.frames import (
-    End,
-    FrameReader,
-    Head,
-    Prefilled,
-    Text,
-    Token,
-    Tokens,
-    dumps,
-    pack_ids,
-)
+from toastkit.frames import End, FrameReader, Head, Prefilled, Text, Token, Tokens, dumps, pack_ids
 from toastkit.gears.classifier import classify
 from toastkit.interrupts import Interrupt
 from toastkit.model.config import load_config
@@ -32,13 +22,7 @@ from toastkit.stages.gear import gear
 from toastkit.stages.prefill import prefill
 from toastkit.stages.run.pipe_feed import PipeFeed
 from toastkit.stages.run.settings import Outcome, ReadOptions
-from toastkit.stages.tokenize import (
-    Prompt,
-    PromptOptions,
-    PromptTokenizer,
-    difficulty,
-    tokenize,
-)
+from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, difficulty, tokenize
 from toastkit.text.messages import user_messages
 from toastkit.text.tokenizer import Tokenizer
 

@@ -56,6 +56,18 @@ def parsed(path: Path) -> ast.Module:
 tree_of = cache(parsed)  # of the sources, which are looked at again and again
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.stmt]:
+    """The statements of a source, nested ones too: imports and definitions are nowhere else."""
+    found, new = [], [*tree_of(path).body]
+    while new:
+        found += new
+        blocks = [getattr(node, name, ()) for node in new
+                  for name in ("body", "orelse", "finalbody", "handlers", "cases")]  # fmt: skip
+        new = [node for block in blocks for node in block]
+    return found
+
+
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -70,25 +82,24 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> Iterator[str]:
+MODULES = {module_name(path) for path in SOURCES}
+
+
+@cache
+def imports(path: Path) -> set[str]:
     """All modules that a file imports, wherever in it the import stands."""
-    package = module_name(path).split(".")
+    package, found = module_name(path).split("."), set()
     if path.name != "__init__.py":
         package = package[:-1]
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) + 1 - node.level] if node.level else []
             base += node.module.split(".") if node.module else []
-            for alias in node.names:
-                name = ".".join([*base, alias.name])
-                yield (
-                    name
-                    if (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()
-                    or (ROOT / name.replace(".", "/")).is_dir()
-                    else ".".join(base)
-                )
+            names = {".".join([*base, alias.name]) for alias in node.names}
+            found |= {name if name in MODULES else ".".join(base) for name in names}
+    return found
 
 
 @cache
@@ -133,7 +144,9 @@ def test_native_imports_point_downwards() -> None:
 
     for path in (PACKAGE / "native").rglob("*.py"):
         if len(module_name(path).split(".")) > 2:
-            for name in {n for n in imports(path) if n.startswith("toastkit.native.")}:
+            for name in imports(path):
+                if not name.startswith("toastkit.native."):
+                    continue
                 assert floor(name) <= floor(module_name(path)), f"{relative(path)}: {name}"
 
 
@@ -154,7 +167,7 @@ def names_in(path: Path) -> set[str]:
 def test_what_benchmarks_import_is_there() -> None:
     """They are run by hand, some of them seldom."""
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if not isinstance(node, ast.ImportFrom) or not node.module:
                 continue
             place = ROOT / node.module.replace(".", "/")
