@@ -9,7 +9,7 @@ import pytest
 from tests.model.published import write_published
 from tests.model.worker_driver import Running, until
 from tests.native_library import built, cache, library, needed
-from tests.unit.test_loaded_modules import GREEDY, STEP_FREE, loaded
+from tests.unit.test_loaded_modules import GREEDY, STEP_FREE, loaded_by
 from toastkit.daemon import local_service, worker
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.engine.opening import open_engine
@@ -42,7 +42,7 @@ def test_a_greedy_answer_loads_little(tmp_path: Path, cache: Path, monkeypatch) 
     """With native products too: see tests/unit/test_loaded_modules.py."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     words = ("--raw", "--native", "require", "Hello")
-    modules, out = loaded(tmp_path, "decode", *GREEDY, *words)
+    modules, out = loaded_by(tmp_path, "decode", *GREEDY, *words)
     assert out and sorted(modules & STEP_FREE) == [] and "toastkit.native.regions" in modules
 
 

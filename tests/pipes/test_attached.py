@@ -17,7 +17,7 @@ from tests.pipes.pipelines import STORY, TIMEOUT, WHO, WHO_ANSWER
 from tests.pipes.test_failures import stored
 from tests.pipes.test_pipeline import frames_of
 from tests.unit.daemon_front import eventually
-from tests.unit.test_loaded_modules import loaded
+from tests.unit.test_loaded_modules import loaded_by
 from toastkit.frames import End, Head, Logits, Prefilled, dumps
 from toastkit.session.header import decode_header
 from toastkit.session.layout import Header
@@ -189,12 +189,12 @@ def test_text_is_the_same(toast, sampling: list) -> None:
 
 
 def test_nothing_of_mlx_is_imported(tmp_path: Path, prompt_of) -> None:
-    modules, out = loaded(tmp_path, "decode", *SEEDED, WHO)
+    modules, out = loaded_by(tmp_path, "decode", *SEEDED, WHO)
     assert out and not modules & {"mlx", "mlx_lm"} and "toastkit.engine.engine" not in modules
     session = str(tmp_path / "session")
-    modules, out = loaded(tmp_path, "prefill", "--session", session, stdin=prompt_of(WHO))
+    modules, out = loaded_by(tmp_path, "prefill", "--session", session, stdin=prompt_of(WHO))
     assert out and not modules & {"mlx", "mlx_lm"} and "toastkit.engine.engine" not in modules
-    modules, out = loaded(tmp_path, "decode", "--greedy", stdin=out)
+    modules, out = loaded_by(tmp_path, "decode", "--greedy", stdin=out)
     assert out and not modules & {"mlx", "mlx_lm"} and "toastkit.engine.engine" not in modules
 
 

@@ -29,8 +29,9 @@ EXAMPLES = [
 ]
 
 
-# What starts a daemon, or asks for what one without options refuses.
-OWN = re.compile(r"toasted|--resident|--expert-slots")
+# What starts a daemon or is refused by one without options; and toast, whose turns in its own
+# process are tried here.
+OWN = re.compile(r"toasted|--resident|--expert-slots|\btoast ")
 
 
 def python_example(page: str) -> str:

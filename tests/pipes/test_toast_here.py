@@ -15,7 +15,7 @@ import pytest
 from tests.forked import start
 from tests.pipes.toast_runs import kept
 from tests.unit.fake_daemon import SECONDS, FakeDaemon, answer, failure
-from tests.unit.test_loaded_modules import loaded
+from tests.unit.test_loaded_modules import loaded_by
 
 Run = Callable[..., subprocess.CompletedProcess]
 ONE = answer("one")
@@ -83,8 +83,8 @@ def test_asking_a_daemon_loads_little(
 ) -> None:
     with FakeDaemon(ONE) as daemon:
         monkeypatch.setenv("TOAST_SOCKET", daemon.path)
-        loaded(tmp_path, "toast", "hi")
-        modules, out = loaded(tmp_path, "toast", *arguments)
+        loaded_by(tmp_path, "toast", "hi")
+        modules, out = loaded_by(tmp_path, "toast", *arguments)
     assert b"one" in out and len(daemon.requests) == 2
     if sys.version_info < (3, 11):
         modules.discard("subprocess")  # which uuid has, and that click

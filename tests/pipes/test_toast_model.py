@@ -350,8 +350,8 @@ def test_named_templates_come_along(model: Model, toast, tmp_path: Path) -> None
 
 
 def test_what_needs_no_mlx(tmp_path: Path) -> None:
-    from tests.unit.test_loaded_modules import PROMPT_FREE, loaded
+    from tests.unit.test_loaded_modules import PROMPT_FREE, loaded_by
 
     for arguments in (["list"], ["verify", "crumb"], ["info", "--supported"]):
-        modules, out = loaded(tmp_path, "model", *arguments)
+        modules, out = loaded_by(tmp_path, "model", *arguments)
         assert out and sorted(modules & PROMPT_FREE) == []

@@ -79,7 +79,7 @@ def test_what_fits(toast: Toast, tmp_path: Path) -> None:
 def test_as_many_stay_as_it_says(toast: Toast) -> None:
     """With --resident SIZE and --expert-slots auto, and the number of a refusal is one that
     works."""
-    ask = ("decode", "-n", "1", "--json", "--no-daemon", "--expert-slots", "auto", "Hi")
+    ask = ("decode", "-n", "2", "--json", "--no-daemon", "--expert-slots", "auto", "Hi")
     for size in ("14M", "24M", "80M"):
         end = json.loads(told(toast(*ask, "--resident", size))[-1])
         found = fits(toast, "--mem", size)

@@ -16,6 +16,7 @@ from tempfile import TemporaryFile
 import pytest
 
 from tests.forked import executable
+from tests.unit.fake_daemon import signals_put_back
 from toastkit import __version__
 from toastkit.commands import COMMANDS, cli, program_name
 from toastkit.frames import End, Error, FrameReader, Head, Stats, Token, Tokens, dumps, pack_ids
@@ -35,7 +36,7 @@ def here(name: str, *arguments: str, stdin: bytes | None = None) -> subprocess.C
     fail, or are done, before they begin to compute. stdin: None is /dev/null."""
     entry = import_module(f"toastkit.commands.{name.replace('-', '_')}")
     code = 0
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+    with ExitStack() as stack, signals_put_back(), pytest.MonkeyPatch.context() as patch:
         source, out, err = (stack.enter_context(TemporaryFile()) for _ in range(3))
         source.write(stdin or b"")
         source.seek(0)

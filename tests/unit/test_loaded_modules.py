@@ -75,6 +75,12 @@ def loaded(tmp_path: Path, *jobs: tuple) -> list[tuple[set, bytes]]:
     return [(set(modules), Path(job[3]).read_bytes()) for modules, job in zip(found, words)]
 
 
+def loaded_by(tmp_path: Path, name: str, *arguments: str, stdin: bytes = b"") -> tuple[set, bytes]:
+    """As loaded, of one executable in a process of its own."""
+    (one,) = loaded(tmp_path, (name, arguments, stdin))
+    return one
+
+
 def test_help_is_cheap(tmp_path: Path) -> None:
     for modules, out in loaded(tmp_path, *((name, ["--help"], b"") for name in NAMES)):
         assert b"Usage: " in out and b"--version" in out

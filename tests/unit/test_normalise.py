@@ -40,7 +40,7 @@ def changed(**fields: Any) -> Fitted:
     return fitted({**LLAMA, **fields})
 
 
-@pytest.mark.parametrize("chosen", [0, -1, 9, 2.0, "2", True, None])
+@pytest.mark.parametrize("chosen", [0, -1, 9, 2.0, "2", True])
 def test_a_token_goes_to_some_of_the_experts(chosen: object) -> None:
     moe = {**LLAMA, "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 8}
     assert fitted(moe)

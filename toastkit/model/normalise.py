@@ -237,12 +237,9 @@ def _check_experts(config: dict[str, Any], source: Source, where: str) -> None:
     counts = [config[name] for name in EXPERTS if type(config.get(name)) is int]
     idle = config.get("zero_expert_num")  # identity experts
     most = max(counts, default=0)
-    given = [name for name in CHOSEN if config.get(name) is not None]
     for name in CHOSEN if most > 1 else ():
         chosen = config.get(name)
-        if name not in config or isinstance(chosen, list) or not source.reads(name):
-            continue
-        if chosen is None and given:
+        if chosen is None or isinstance(chosen, list) or not source.reads(name):
             continue
         if type(chosen) is not int or not 1 <= chosen <= most + (idle if type(idle) is int else 0):
             raise DataError(
