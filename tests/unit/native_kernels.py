@@ -194,7 +194,7 @@ def compiled_apart(alone: str | None = None) -> Path:
     with open(library.with_name("building"), "w") as lock, everywhere():
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists() and alone:
-            subprocess.run([cxx, *FLAGS, *extra, "-o", library.with_suffix(".new")], check=True)
+            subprocess.run([*cxx, *FLAGS, *extra, "-o", library.with_suffix(".new")], check=True)
             library.with_suffix(".new").rename(library)
         elif not library.exists():
             compile_library(library, cxx, extra)
