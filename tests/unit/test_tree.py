@@ -347,3 +347,12 @@ def test_the_shims_of_a_checkout(name: str) -> None:
 def test_summaries_are_one_line_in_lower_case() -> None:
     for command in COMMANDS:
         assert re.fullmatch(r"[a-z][^.\n]{9,69}", command.summary), command.name
+
+
+def test_the_tests_of_make_quick_exist() -> None:
+    """pytest runs none at all if one of them is gone."""
+    for line in (ROOT / "tests/quick.txt").read_text().splitlines():
+        path, _, name = line.rpartition(" ")[2].rpartition("=")[2].partition("::")
+        if path.startswith("tests/"):
+            assert (ROOT / path).exists(), line
+            assert not name or f"def {name.split('[')[0]}(" in (ROOT / path).read_text(), line
