@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -59,7 +60,8 @@ class Signals(Interrupt):
         if self.signal and self.patient:
             raise SystemExit(self.code)
         self.signal = number  # even if raised: where objects are finalised, exceptions are lost
-        os.write(self._write, bytes([number]))
+        with suppress(BlockingIOError):  # full: it is readable
+            os.write(self._write, bytes([number]))
         if not self.patient:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(self.code)
 

@@ -189,7 +189,8 @@ class Wire:
             if left is not None and left <= 0:
                 raise TimeoutError
             ready = dict(self._poll.poll(None if left is None else left * 1000))
-            if self._interrupts is not None and self._interrupts.noted():
+            interrupts = self._interrupts
+            if interrupts is not None and interrupts.fileno() in ready and interrupts.noted():
                 return False
             if self._watch is not None and ready.get(self._watch, 0) & GONE:
                 raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))

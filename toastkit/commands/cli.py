@@ -30,8 +30,11 @@ from toastkit.text.terminal import shown
 # what imports create, and costs a tenth of the start-up time.
 YOUNG_OBJECTS = 50_000
 SUMMARIES = {command.name: command.summary for command in COMMANDS}
-# Options with which a command that writes frames writes something else.
-AS_TEXT = {"--count", "--template-only", "--calibrate", "--json", "--validate"}
+# Options with which a command writes no frames.
+AS_TEXT = {
+    "toast-tokenize": {"--count", "--template-only"}, "toast-entropy-gear": {"--calibrate"},
+    "toast-frames": {"--json", "--validate", "--stat"},
+}  # fmt: skip
 FRAMES_SECONDS = 2.0  # how long a command that failed waits to see whether it is fed frames
 WRITES = {command.program: command.writes for command in COMMANDS}
 
@@ -318,7 +321,8 @@ def _writes_frames(name: str) -> bool:
     """True if stdout is a stream of frames, as far as a command that failed early can tell. What
     reads text or frames writes what it reads."""
     writes = WRITES.get(name, "")
-    if "frames" not in writes or AS_TEXT.intersection(sys.argv[1:]) or os.isatty(1):
+    as_text = AS_TEXT.get(name, set()).intersection(sys.argv[1:])
+    if "frames" not in writes or as_text or os.isatty(1):
         return False
     if writes == "frames":
         return True

@@ -360,11 +360,9 @@ class Worker:
             self._say(f"cannot reload: {as_toast_error(error).message}")
 
     def _check_files(self) -> None:
-        """While the model answers nothing, take it as its files are now."""
+        """While the model is unloaded, take it as its files are now."""
         if self._service is None:
             self._preparer = current_model(self.settings, self._readers, self._preparer)
-        elif not self._service.active and self._outdated():
-            self._reload()
 
     def _outdated(self) -> bool:
         """Whether to reload before anything new begins: the model's files have changed."""
@@ -383,6 +381,8 @@ class Worker:
         from toastkit.daemon.attached import serve
 
         try:
+            if self._service is not None and not self._service.active and self._outdated():
+                self._reload()
             self._check_files()
             serve(self._loaded, self._preparer, request, channel, self._do)
             if request.op == "attach":

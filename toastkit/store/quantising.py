@@ -62,7 +62,7 @@ def packing(group_size: int, bits: int, mode: str) -> Quantise:
     """Return the function that quantises one module: (..., columns) in any floating dtype -> weight
     (..., columns * bits / 32) uint32, scales and, in affine mode, biases
     (..., columns / group_size). Lazy."""
-    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
 
     def quantise(weight: mx.array) -> dict[str, mx.array]:
         packed, *parameters = mx.quantize(weight, group_size, bits, mode=mode)
