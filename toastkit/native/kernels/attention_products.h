@@ -2,7 +2,7 @@
 // elements or over the keys in order; chains are side by side in lanes.
 #pragma once
 
-#include "lanes.h"
+#include "prefetch.h"
 
 namespace {
 
@@ -15,9 +15,8 @@ INLINE int64_t keys_ahead(int64_t heads) {
   return KEYS_AHEAD / heads > LANES ? KEYS_AHEAD / heads : LANES;
 }
 
-// Prefetches rows in memory order, as hardware prefetchers expect, to L2, which allows more
-// outstanding requests than L1. With a stride (a position-major cache) it fetches row by row, where
-// the hardware prefetcher would restart with each row.
+// Prefetches rows in memory order, as hardware prefetchers expect. With a stride (a position-major
+// cache) it fetches row by row, where the hardware prefetcher would restart with each row.
 struct RowPrefetch {
   const char *from;
   int64_t bytes;       // per fetch
@@ -32,12 +31,12 @@ struct RowPrefetch {
 
   void fetch() {
     if (row == apart) {
-      for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(from + at, 0, 2);
+      for (int64_t at = 0; at < bytes; at += LINE) prefetch(from + at);
       from += bytes;
       return;
     }
     for (int64_t left = bytes; left > 0; left -= LINE) {
-      __builtin_prefetch(from + at, 0, 2);
+      prefetch(from + at);
       at += left < LINE ? left : LINE;
       if (at >= row) at -= row, from += apart;
     }
@@ -57,11 +56,11 @@ struct PacedPrefetch {
 
   void fetch() {  // three lines at most
     due += bytes;
-    for (int i = 0; i < 3 && next < due; i++, next += LINE) __builtin_prefetch(next, 0, 2);
+    for (int i = 0; i < 3 && next < due; i++, next += LINE) prefetch(next);
   }
 
   void fetch(int64_t times) {  // as so many calls, without that limit
-    for (due += times * bytes; next < due; next += LINE) __builtin_prefetch(next, 0, 2);
+    for (due += times * bytes; next < due; next += LINE) prefetch(next);
   }
 };
 

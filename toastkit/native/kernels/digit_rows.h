@@ -112,20 +112,28 @@ INLINE void reduce_by_group(const I32 *r, I32 *out) {
 }
 
 // Prefetches the next rows while these are multiplied, some bytes per step: all requests at once
-// would stall the loads.
+// would stall the loads. non_temporal: into L1, and not into L2 when it leaves L1.
 struct Prefetcher {
   const uint8_t *at;
   int64_t pace;
+  bool non_temporal = false;
   // For so many steps.
   inline __attribute__((always_inline)) void fetch(int64_t steps) {
     const uint8_t *end = at + steps * pace;
-    for (; at < end; at += 64) _mm_prefetch(reinterpret_cast<const char *>(at), _MM_HINT_T1);
+    for (; at < end; at += 64) {
+      auto line = reinterpret_cast<const char *>(at);
+      non_temporal ? _mm_prefetch(line, _MM_HINT_NTA) : _mm_prefetch(line, _MM_HINT_T1);
+    }
     at = end;
   }
   // One line, when `loaded` is first used: otherwise the compiler would issue all prefetches at
   // once, and load twice.
   inline __attribute__((always_inline)) void fetch_line(__m512i &loaded) {
-    asm volatile("prefetcht1 %1" : "+v"(loaded) : "m"(*at));
+    if (non_temporal) {
+      asm volatile("prefetchnta %1" : "+v"(loaded) : "m"(*at));
+    } else {
+      asm volatile("prefetcht1 %1" : "+v"(loaded) : "m"(*at));
+    }
     at += 64;
   }
 };
@@ -133,12 +141,13 @@ struct Prefetcher {
 // Prefetches scales and biases from `row` on, `pace` groups per step.
 struct ScalePrefetcher {
   Prefetcher scales, biases;
-  INLINE ScalePrefetcher of(const toast_matrix &m, int64_t row, int64_t pace) {
+  INLINE ScalePrefetcher of(const toast_matrix &m, int64_t row, int64_t pace,
+                            bool non_temporal = false) {
     const int64_t size = m.type == TOAST_F32 ? 4 : m.type == TOAST_E8M0 ? 1 : 2;
     const int64_t from = row * (m.columns / m.group_size) * size;
-    return {{static_cast<const uint8_t *>(m.scales) + from, pace * size},
+    return {{static_cast<const uint8_t *>(m.scales) + from, pace * size, non_temporal},
             {m.biases ? static_cast<const uint8_t *>(m.biases) + from : nullptr,
-             m.biases ? pace * size : 0}};
+             m.biases ? pace * size : 0, non_temporal}};
   }
   inline __attribute__((always_inline)) void fetch() { scales.fetch(1), biases.fetch(1); }
 };
@@ -207,9 +216,10 @@ static void digit_rows(const toast::Product &p, const uint32_t *outputs, const u
   const int64_t row_bytes_left = m.columns * B::BYTES / BLOCK_WEIGHTS;
   constexpr int ROWS = B::BYTES > 32 ? 1 : B::BYTES > 16 ? 2 : 4;  // rows per prefetched line
   alignas(64) uint8_t copy[16 * BYTES + 64];
-  Prefetcher ahead = {next, BYTES};
+  const bool into_l1 = toast::prefetches_into_l1;
+  Prefetcher ahead = {next, BYTES, into_l1};
   asm("" : "+r"(ahead.pace));  // were it a known constant, GCC would issue all prefetches at once
-  auto next_scales = ScalePrefetcher::of(m, next_row, 16 * GROUPS);
+  auto next_scales = ScalePrefetcher::of(m, next_row, 16 * GROUPS, into_l1);
   int64_t g = 0;
   for (int64_t b = 0; b < layout.blocks; b += BLOCKS, g += GROUPS) {
     if (g % 16 == 0) scales_by_group(m, row, count, g, scales, biases);

@@ -19,6 +19,7 @@
 
 #include <utility>
 
+#include "prefetch.h"
 #include "unpack.h"
 
 namespace {

@@ -3,6 +3,7 @@
 // results.
 #pragma once
 
+#include "prefetch.h"
 #include "unpack.h"
 
 namespace {
@@ -13,7 +14,6 @@ constexpr int REGISTERS = 32;
 constexpr int REGISTERS = 16;
 #endif
 constexpr int MAX_VECTORS = REGISTERS == 32 ? 6 : 4;  // vectors (M) per micro-kernel
-constexpr int64_t PREFETCH = 4096;                    // bytes ahead
 constexpr int64_t BLOCK_BYTES = 256 << 10;  // of rows that all vectors of a batch meet while cached
 constexpr int MAX_BLOCK_ROWS = 16;                    // a multiple of TILE_N
 
@@ -44,8 +44,8 @@ INLINE void prepare_floats(const toast::Product &p, int64_t row) {
 }
 
 // out[i][j] = a[i] . b[j], M x N: one accumulator each, reduced at the end. b: rows `stride` bytes
-// apart. Prefetches PREFETCH bytes ahead in these rows, and at their end the next N rows. The
-// hardware prefetcher suffices for float32 rows once M >= 3.
+// apart. Prefetches some bytes ahead in these rows, and at their end the next N rows. The hardware
+// prefetcher suffices for float32 rows once M >= 3.
 template <int TYPE, int M, int N>
 INLINE void dot_products(const float *const *a, const char *b, int64_t stride, int64_t columns,
                          float (*out)[N]) {
@@ -55,7 +55,8 @@ INLINE void dot_products(const float *const *a, const char *b, int64_t stride, i
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++) sums[i][j] = F32{};
   const int64_t whole = columns / LANES * LANES;
-  int64_t k = 0, until = whole - PREFETCH / Dtype<TYPE>::SIZE, ahead = PREFETCH;
+  int64_t ahead = toast::prefetches_into_l1 ? 1536 : 4096;  // the best of both kinds
+  int64_t k = 0, until = whole - ahead / Dtype<TYPE>::SIZE;
   for (;; until = whole, ahead += (N - 1) * stride) {
     for (; k < until; k += LANES) {
       F32 row[N];

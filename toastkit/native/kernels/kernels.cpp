@@ -1,6 +1,9 @@
 // The C interface: instruction-set dispatch, and how products are split among threads.
 #include "kernels.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #include <stdlib.h>
 #include <string.h>
 
@@ -8,6 +11,7 @@
 #include <atomic>
 
 #include "memory.h"
+#include "prefetch.h"
 #include "product.h"
 #include "sharing.h"
 
@@ -190,6 +194,17 @@ int multiply(const toast_product *products, int32_t n) {
 }
 
 }  // namespace
+
+#if defined(__x86_64__)
+static bool is_zen5() {
+  unsigned a, b, c, d;
+  const bool amd = __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx;
+  return amd && __get_cpuid(1, &a, &b, &c, &d) && (a >> 8 & 15) + (a >> 20 & 255) == 0x1a;
+}
+const bool prefetches_into_l1 = is_zen5();
+#else
+const bool prefetches_into_l1 = false;
+#endif
 
 const Instructions &instructions() {
   const Instructions *now = chosen.load(std::memory_order_relaxed);
