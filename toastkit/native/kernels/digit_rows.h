@@ -116,9 +116,8 @@ INLINE void reduce_by_group(const I32 *r, I32 *out) {
 struct Prefetcher {
   const uint8_t *at;
   int64_t pace;
-  bool non_temporal = false;
   // For so many steps.
-  inline __attribute__((always_inline)) void fetch(int64_t steps) {
+  inline __attribute__((always_inline)) void fetch(int64_t steps, bool non_temporal = false) {
     const uint8_t *end = at + steps * pace;
     for (; at < end; at += 64) {
       auto line = reinterpret_cast<const char *>(at);
@@ -128,7 +127,7 @@ struct Prefetcher {
   }
   // One line, when `loaded` is first used: otherwise the compiler would issue all prefetches at
   // once, and load twice.
-  inline __attribute__((always_inline)) void fetch_line(__m512i &loaded) {
+  inline __attribute__((always_inline)) void fetch_line(__m512i &loaded, bool non_temporal) {
     if (non_temporal) {
       asm volatile("prefetchnta %1" : "+v"(loaded) : "m"(*at));
     } else {
@@ -141,15 +140,16 @@ struct Prefetcher {
 // Prefetches scales and biases from `row` on, `pace` groups per step.
 struct ScalePrefetcher {
   Prefetcher scales, biases;
-  INLINE ScalePrefetcher of(const toast_matrix &m, int64_t row, int64_t pace,
-                            bool non_temporal = false) {
+  INLINE ScalePrefetcher of(const toast_matrix &m, int64_t row, int64_t pace) {
     const int64_t size = m.type == TOAST_F32 ? 4 : m.type == TOAST_E8M0 ? 1 : 2;
     const int64_t from = row * (m.columns / m.group_size) * size;
-    return {{static_cast<const uint8_t *>(m.scales) + from, pace * size, non_temporal},
+    return {{static_cast<const uint8_t *>(m.scales) + from, pace * size},
             {m.biases ? static_cast<const uint8_t *>(m.biases) + from : nullptr,
-             m.biases ? pace * size : 0, non_temporal}};
+             m.biases ? pace * size : 0}};
   }
-  inline __attribute__((always_inline)) void fetch() { scales.fetch(1), biases.fetch(1); }
+  inline __attribute__((always_inline)) void fetch(bool non_temporal = false) {
+    scales.fetch(1, non_temporal), biases.fetch(1, non_temporal);
+  }
 };
 
 // Upper and lower digits of block b, and of the following blocks of its group, as unpacked planes
@@ -216,14 +216,14 @@ static void digit_rows(const toast::Product &p, const uint32_t *outputs, const u
   const int64_t row_bytes_left = m.columns * B::BYTES / BLOCK_WEIGHTS;
   constexpr int ROWS = B::BYTES > 32 ? 1 : B::BYTES > 16 ? 2 : 4;  // rows per prefetched line
   alignas(64) uint8_t copy[16 * BYTES + 64];
-  const bool into_l1 = toast::prefetches_into_l1;
-  Prefetcher ahead = {next, BYTES, into_l1};
+  const bool non_temporal = toast::is_zen5;
+  Prefetcher ahead = {next, BYTES};
   asm("" : "+r"(ahead.pace));  // were it a known constant, GCC would issue all prefetches at once
-  auto next_scales = ScalePrefetcher::of(m, next_row, 16 * GROUPS, into_l1);
+  auto next_scales = ScalePrefetcher::of(m, next_row, 16 * GROUPS);
   int64_t g = 0;
   for (int64_t b = 0; b < layout.blocks; b += BLOCKS, g += GROUPS) {
     if (g % 16 == 0) scales_by_group(m, row, count, g, scales, biases);
-    next_scales.fetch();
+    next_scales.fetch(non_temporal);
     I32 v[M][PLANES * BLOCKS][2], reduced[M][4], out[4];
 #pragma GCC unroll 4
     for (int n = 0; n < M; n++) load_digits<B, GROUP_LANES>(digits[n], b, v[n]);
@@ -243,10 +243,10 @@ static void digit_rows(const toast::Product &p, const uint32_t *outputs, const u
 #pragma GCC unroll 2
         for (int i = 0; i < BLOCKS; i++) {
           stored = load<__m512i>(from + j * pitch + i * B::BYTES);
-          if constexpr (B::BYTES == 64) ahead.fetch_line(stored);
+          if constexpr (B::BYTES == 64) ahead.fetch_line(stored, non_temporal);
           B::unpack(stored, q[i]);
         }
-        if (B::BYTES < 64 && j % ROWS == 0) ahead.fetch(ROWS);
+        if (B::BYTES < 64 && j % ROWS == 0) ahead.fetch(ROWS, non_temporal);
 #pragma GCC unroll 4
         for (int n = 0; n < M; n++) {
           I32 sum = {};

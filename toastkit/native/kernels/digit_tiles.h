@@ -242,15 +242,20 @@ static void multiply_many(const toast::Product &p, const toast::ExpertBatch &bat
 constexpr int64_t BUFFER_BYTES =
     (toast::MAX_BATCH * 64 + 2 * 16 * 64 + BLOCK_COLUMNS * 16) * TILE_ROWS;
 
-// Largest batch that takes digit_rows: fewer where unpacking is expensive. None with AMX:
-// amx_int8.cpp sends small batches elsewhere.
+// Largest batch that takes digit_rows: fewer where unpacking is expensive, more on Zen 5. None with
+// AMX: amx_int8.cpp sends small batches elsewhere.
 #if defined(__AMX_INT8__)
 template <class B>
 constexpr int MAX_FEW = 0;
 #else
 template <class B>
-constexpr int MAX_FEW = B::BYTES == BLOCK ? 3 : 2;
+constexpr int MAX_FEW = B::BYTES == BLOCK && B::PLANES < 4 ? 5 : 3;
 #endif
+
+template <class B>
+INLINE int max_few() {
+  return toast::is_zen5 ? MAX_FEW<B> : std::min(MAX_FEW<B>, B::BYTES == BLOCK ? 3 : 2);
+}
 
 // A batch of M vectors at most times up to 16 rows. ahead, next_row: as in digit_rows.
 template <class B, int M>
@@ -275,7 +280,7 @@ template <class B>
 static bool multiply_blocks(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                             int64_t end, bool unpack) {
   const toast_matrix &m = *p.matrix;
-  const bool few = batch.size <= MAX_FEW<B>;
+  const bool few = batch.size <= max_few<B>();
   const int most = few ? 16 : TILE_ROWS * 16;
   char *buffer = nullptr;
   uint8_t *bytes = nullptr;

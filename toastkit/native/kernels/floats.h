@@ -55,7 +55,7 @@ INLINE void dot_products(const float *const *a, const char *b, int64_t stride, i
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++) sums[i][j] = F32{};
   const int64_t whole = columns / LANES * LANES;
-  int64_t ahead = toast::prefetches_into_l1 ? 1536 : 4096;  // the best of both kinds
+  int64_t ahead = toast::is_zen5 ? 1536 : 4096;  // the best of both kinds
   int64_t k = 0, until = whole - ahead / Dtype<TYPE>::SIZE;
   for (;; until = whole, ahead += (N - 1) * stride) {
     for (; k < until; k += LANES) {

@@ -11,7 +11,6 @@
 #include <atomic>
 
 #include "memory.h"
-#include "prefetch.h"
 #include "product.h"
 #include "sharing.h"
 
@@ -196,14 +195,14 @@ int multiply(const toast_product *products, int32_t n) {
 }  // namespace
 
 #if defined(__x86_64__)
-static bool is_zen5() {
+static bool is_family_1a() {
   unsigned a, b, c, d;
   const bool amd = __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx;
   return amd && __get_cpuid(1, &a, &b, &c, &d) && (a >> 8 & 15) + (a >> 20 & 255) == 0x1a;
 }
-const bool prefetches_into_l1 = is_zen5();
+const bool is_zen5 = is_family_1a();
 #else
-const bool prefetches_into_l1 = false;
+const bool is_zen5 = false;
 #endif
 
 const Instructions &instructions() {

@@ -67,6 +67,9 @@ extern const AttentionCode avx512_attention, neon_attention;
 enum ArmFeature { DOTPROD, I8MM };
 bool has(ArmFeature feature);
 
+// AMD's family 1Ah. Reads that hit L2 stall there, and multiplications leave room beside them.
+extern const bool is_zen5;
+
 // Thread-local scratch of a kind, aligned to 64 bytes, valid until the next request for that kind;
 // NULL if out of memory.
 enum { ROWS, BYTES, SCORES, SUMS, PARTS, HEADS, QUERIES, KINDS };
