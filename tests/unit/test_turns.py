@@ -13,7 +13,7 @@ from toastkit.text import turns
 from toastkit.text.tokenizer import Tokenizer
 from toastkit.text.turns import TurnTokenizer
 
-MARKS = ("<|im_start|>", "<|im_end|>", "<|im", "mask", "<s>", "&amp", "im_start", "A B")
+MARKS = ("<|im_start|>", "<|im_end|>", "<|im", "_start|>", "mask", "<s>", "&amp", "im_start", "A B")
 PIECES = (*MARKS, "user\n", "a fox", " ", "  ", "\n", "|>", "ﬁ", "É", "word", "x")
 
 

@@ -263,7 +263,7 @@ def fitted_slowdown(
     step = COARSE
     values = [step * number for number in range(int(MOST_SLOWDOWN / step) + 1)]
     places = [(x, y) for x in values for y in values]
-    best = min((_never_idle(reads, computes, outside, measured), *places), key=error)
+    best = min(places, key=error)
     while step > FINE:
         around = [
             (_bounded(best[0] + x), _bounded(best[1] + y))
@@ -273,16 +273,6 @@ def fitted_slowdown(
         nearest = min(around, key=error)
         step, best = step / 2 if nearest == best else step, nearest
     return Slowdown(*best)
-
-
-def _never_idle(
-    reads: Sequence[float | None], computes: Sequence[float], outside: float, measured: Played
-) -> tuple[float, float]:
-    """The slowdown if reading never paused."""
-    reading = sum(read or 0.0 for read in reads) - measured.waiting
-    slower = (measured.computing / max(x, 1e-9) - 1 for x in (reading, sum(computes) + outside))
-    reading, computing = map(_bounded, slower)
-    return reading, computing
 
 
 def _bounded(slowdown: float) -> float:
