@@ -34,7 +34,7 @@ from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer
 from toastkit.text.tokenizer import Tokenizer
 
 ROWS = Path(__file__).with_name("arith_test.jsonl")
-MOST = 110  # tokens of an answer
+MAX_TOKENS = 110  # tokens of an answer
 BIG_K, GAMMAS, LITTLE = 4, (0.0, 0.5, 0.7, 0.8, 1.0), (1, 2, 3)
 # Recorded with crumb by an implementation of its own, on torch: (right answers, fallback ratio).
 RECORDED = {"big": (290, None), "little": (213, None), "mobile": (261, 0.0257)}
@@ -142,7 +142,7 @@ def answers(engine: Engine, state: ModelState, ids: list[int], eos: set[int]) ->
     drawn: list[int] = []
     if len(state.tokens) < len(ids):
         engine.consume(state, ids[-1])
-    while len(drawn) < MOST:
+    while len(drawn) < MAX_TOKENS:
         state.submit()
         engine.look_ahead(state)
         token = int(np.argmax(state.values()))

@@ -233,10 +233,10 @@ class Model:
         return self._timed(lambda: [self._token() for _ in range(count)])
 
     def _ahead(self, ahead: int | None) -> None:
-        from toastkit.holdings.read_ahead import MOST_AHEAD
+        from toastkit.holdings.read_ahead import MAX_AHEAD
 
         streams = self.engine.holdings.streams
-        wanted = MOST_AHEAD if ahead is None else ahead
+        wanted = MAX_AHEAD if ahead is None else ahead
         if streams.most_ahead != wanted:
             streams.most_ahead = wanted
             streams.forget_ahead()

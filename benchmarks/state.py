@@ -177,7 +177,7 @@ def measured(engine: Any, folder: Path, options: argparse.Namespace) -> dict[str
     del caches
     for _ in range(options.rounds):
         for name, least in (("in place", 1 << 18), ("copied", 1 << 62)):
-            with patch("toastkit.session.mapped.LEAST", least):
+            with patch("toastkit.session.mapped.MIN_BYTES", least):
                 times, said = once(engine, path, ids)
             if said != wanted:
                 raise SystemExit(f"{name}: other tokens: {said}, not {wanted}")

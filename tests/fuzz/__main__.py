@@ -32,8 +32,8 @@ TARGETS = {
     "daemon": "socket_cases.a_daemon",
 }
 TURN_SECONDS = 20
-MOST_ADDRESSES = 16 << 30  # bytes; what would take the machine down fails sooner
-MOST_FILE_BYTES = 1 << 30
+MAX_ADDRESSES = 16 << 30  # bytes; what would take the machine down fails sooner
+MAX_FILE_BYTES = 1 << 30
 
 
 def main() -> int:
@@ -113,8 +113,8 @@ def take_turn(target: str, first: str, seconds: str) -> None:
     """The child: at least one case, then as many as there is time for. The file `case` beside its
     directory holds how many are done."""
     if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_ADDRESSES, MOST_ADDRESSES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILE_BYTES, MOST_FILE_BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESSES, MAX_ADDRESSES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
     unit = 1 if sys.platform == "darwin" else 1024
     module, _, name = TARGETS[target].partition(".")
     made = getattr(importlib.import_module(f"tests.fuzz.{module}"), name)

@@ -26,7 +26,7 @@ from toastkit.daemon.service_settings import Limits
 
 LAST = {"end", "error", "health", "status", "stopping", "reloading", "attached", "released",
         "restored", "counting", "read", "step", "committed"}  # fmt: skip
-MOST_LINE = 1 << 16
+MAX_LINE = 1 << 16
 Expected = Callable[[dict], None]
 
 
@@ -165,7 +165,7 @@ class Attack:
         elif what < 7:
             self.mad(client, line)
         elif what == 7:
-            client.say += b"x" * rng.choice((MOST_LINE + 1, 20 * MOST_LINE))
+            client.say += b"x" * rng.choice((MAX_LINE + 1, 20 * MAX_LINE))
             client.wanted.append(None)
         elif what == 8:
             client.say += line[: rng.randrange(1, len(line))]
@@ -208,7 +208,7 @@ class Attack:
         said = b"\n".join(json.dumps(one).encode() for one in maps)
         if rng.random() < 0.5:
             said = harm.mutate_bytes(rng, said)
-        if b"/" in said or len(said) > MOST_LINE:  # nothing outside the fuzzer's own directories
+        if b"/" in said or len(said) > MAX_LINE:  # nothing outside the fuzzer's own directories
             return
         client.say += said + b"\n"
         client.wanted += [ANY for part in said.split(b"\n") if part.strip()]
@@ -241,7 +241,7 @@ def a_front(repeats: bool) -> Iterator[Callable[[random.Random], None]]:
         words = ("one", "zwei\n", "狐" * 200, "long " * 9000)
         requests = [({"prompt": w, "stream": rng.random() < 0.5}, w) for w in words]
         worker = FakeWorker()
-        with front(Limits(line_bytes=MOST_LINE), worker) as running:
+        with front(Limits(line_bytes=MAX_LINE), worker) as running:
             attack = Attack(rng, str(running.path), requests)
             attack.run("waiting")
             assert not [line for line in running.said if "bug" in line], running.said
@@ -255,7 +255,7 @@ def a_front(repeats: bool) -> Iterator[Callable[[random.Random], None]]:
 @contextmanager
 def a_daemon(repeats: bool) -> Iterator[Callable[[random.Random], None]]:
     """The daemon on crumb, the same for all cases of a turn."""
-    with Daemon("crumb", "--max-line", str(MOST_LINE)) as daemon:
+    with Daemon("crumb", "--max-line", str(MAX_LINE)) as daemon:
         requests = []
         for number, prompt in enumerate(("Hi", "2 + 2 =", "Say: 狐")):
             options = {"max_tokens": 3 + number, "temperature": number / 2, "seed": 5}

@@ -29,7 +29,7 @@ from toastkit.store.ledger import Ledger
 from toastkit.text.tokenizer import Tokenizer
 from toastkit.wire import Peer
 
-MOST_TURNS = 5000  # of a service, until which every conversation has to be over
+MAX_TURNS = 5000  # of a service, until which every conversation has to be over
 
 # A template as thinking models have them: earlier answers lose what was thought, the new one is
 # opened with the tag.
@@ -246,7 +246,7 @@ class Driver:
 
     def finish(self, *asked: Asked) -> None:
         """Takes turns until these are over; all, with what is written afterwards, for none."""
-        for _ in range(MOST_TURNS):
+        for _ in range(MAX_TURNS):
             if asked and all(one.over for one in asked):
                 return
             if not self.service.busy:
@@ -263,7 +263,7 @@ class Driver:
 
     def turns_until(self, condition: Callable[[], bool]) -> int:
         """Takes turns until something is so; how many."""
-        for count in range(MOST_TURNS):
+        for count in range(MAX_TURNS):
             if condition():
                 return count
             self.service.turn()

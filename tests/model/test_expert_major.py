@@ -305,7 +305,7 @@ def test_what_lies_side_by_side_is_read_at_once(tmp_path_factory, data) -> None:
         patch.setattr(raw_module, "CHUNK_BYTES", most := draw(st.sampled_from([16 << 20, 100])))
         patch.setattr(raw_module, "CALL_BUFFERS", draw(st.sampled_from([1024, 3])))
         patch.setattr(raw_module, "CALL_SECONDS", 0)
-        patch.setattr(raw_module, "LEAST_CALL_BYTES", PAGE)
+        patch.setattr(raw_module, "MIN_CALL_BYTES", PAGE)
         read = raw.fill(zip(spans, views), lambda: len(counts) >= calls, draw(st.booleans()))
     assert read == sum(min(short, count) for count in counts) and len(counts) <= calls
     for span, view in zip(spans, views) if calls == 1 << 20 else ():

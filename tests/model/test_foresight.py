@@ -21,7 +21,7 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
 from toastkit.errors import UsageError
 from toastkit.experts.experts_options import ExpertsOptions
-from toastkit.holdings.foresight import MOST_AHEAD, Places
+from toastkit.holdings.foresight import MAX_AHEAD, Places
 from toastkit.holdings.layer_slots import LayerSlots
 from toastkit.holdings.slot_memory import SlotMemory
 from toastkit.residency.residency_options import ResidencyOptions
@@ -97,7 +97,7 @@ def test_what_is_told_is_there_when_it_is_wanted(models) -> None:
     stepped(plain, 7)
     wanted = choices_of(plain)
     wrong = {n: sorted(set(range(EXPERTS)) - some)[:CHOSEN] for n, some in wanted.items()}
-    for told, depth in ((wanted, 1), (wanted, MOST_AHEAD), (wrong, 2), ({99: [0]}, 1)):
+    for told, depth in ((wanted, 1), (wanted, MAX_AHEAD), (wrong, 2), ({99: [0]}, 1)):
         engine = opened(models["olmoe"], CHOSEN)
         slots = engine.holdings.slots
         state = ModelState(engine.new_cache())
@@ -195,7 +195,7 @@ def test_what_was_right_most_often_is_read_first(data: st.DataObject) -> None:
 def slow(engine: Engine, monkeypatch, throttle: Callable[[int, float], None]) -> None:
     """Experts are read ahead a page at a time."""
     monkeypatch.setattr(raw, "CALL_SECONDS", 0)
-    monkeypatch.setattr(raw, "LEAST_CALL_BYTES", PAGE)
+    monkeypatch.setattr(raw, "MIN_CALL_BYTES", PAGE)
     engine.holdings.store.throttle(throttle)
 
 

@@ -40,7 +40,7 @@ FILE = "cache.bin"
 def in_use(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are worth a map too."""
     monkeypatch.setattr("toastkit.native.library._in_use", library)
-    monkeypatch.setattr(mapped, "LEAST", 1)
+    monkeypatch.setattr(mapped, "MIN_BYTES", 1)
 
 
 def make(dtype: mx.Dtype = mx.float32, layers: int = 2) -> list:
@@ -389,7 +389,7 @@ def test_keys_of_another_size_than_values_have_the_same_room(
     kept = make(layers=1)
     mx.eval(kept[0].update_and_fetch(*rows_of(0, count)))
     commit(tmp_path, list(range(count)), kept)
-    monkeypatch.setattr(mapped, "LEAST", least)
+    monkeypatch.setattr(mapped, "MIN_BYTES", least)
     [layer] = restored(tmp_path, count, layers=1)
     assert layer.keys.shape[2] == layer.values.shape[2]
     assert is_mapped(layer.keys) and is_mapped(layer.values)

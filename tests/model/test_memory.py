@@ -19,7 +19,7 @@ from tests.model.service_driver import (
     user,
     words,
 )
-from toastkit.daemon.scheduled_runs import LEAST_APART, MOST_SAVEPOINTS
+from toastkit.daemon.scheduled_runs import MAX_SAVEPOINTS, MIN_APART
 from toastkit.store.ledger import SESSIONS
 
 pytestmark = pytest.mark.usefixtures("homes")
@@ -100,7 +100,7 @@ def test_eleven_turns_of_a_chat_are_one_state(engines: Engines, name: str) -> No
         messages.append(user(f"Question {turn}: where is the bear?"))
         messages.append(assistant(driver.ask(messages, max_tokens=4).text))
     (kept,) = driver.kept
-    assert len(kept.savepoints) <= MOST_SAVEPOINTS
+    assert len(kept.savepoints) <= MAX_SAVEPOINTS
     alone = engine.new_cache()
     engine.prefill(kept.tokens.tolist(), alone)
     recurrent = sum(layer.nbytes for layer in alone if not layer.is_trimmable())
@@ -155,7 +155,7 @@ def test_a_branch_keeps_both(engines: Engines, name: str) -> None:
         assert second.cached == common(first.prompt, second.prompt)
         assert second.why == f"from token {second.cached} on it is another conversation"
     else:
-        assert end - LEAST_APART < second.cached <= end
+        assert end - MIN_APART < second.cached <= end
         assert second.why.startswith("it differs from token")
     assert len(driver.kept) == 2
     for messages, kept in zip((left, right), list(driver.kept)):
@@ -227,7 +227,7 @@ def test_a_template_that_drops_thoughts(engines: Engines, name: str) -> None:
             if name == "llama":
                 assert asked.cached == apart
             else:
-                assert apart - LEAST_APART - 4 < asked.cached <= apart
+                assert apart - MIN_APART - 4 < asked.cached <= apart
         thought = "" if turn % 2 else "The river is long.</think>"
         messages.append(assistant(thought + asked.text))
         before = asked.prompt

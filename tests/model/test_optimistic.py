@@ -26,7 +26,7 @@ from toastkit.errors import DataError, IOFailure
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.expert_slots import ExpertSlots
-from toastkit.holdings.optimistic import FIRST_PATIENCE, MOST_PATIENCE, OptimisticSteps
+from toastkit.holdings.optimistic import FIRST_PATIENCE, MAX_PATIENCE, OptimisticSteps
 from toastkit.holdings.policy import NO_WISH, Wish
 from toastkit.residency.residency_options import ResidencyOptions
 
@@ -264,7 +264,7 @@ def test_patience(found: list[bool]) -> None:
         vain += steps.trusts and not one
         steps.note(one)
         row = row + 1 if one else 0
-        assert 1 <= steps.patience <= MOST_PATIENCE
+        assert 1 <= steps.patience <= MAX_PATIENCE
         if steps.patience != before[1]:
             assert before[0] and not one
         assert not steps.trusts or (before[0] and one) or row >= before[1] // 2

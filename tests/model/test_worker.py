@@ -21,7 +21,7 @@ from toastkit.model.locate import locate
 from toastkit.private_files import make_private_directories
 from toastkit.session.directory import Session
 from toastkit.text.tokenizer import Tokenizer
-from toastkit.text.turns import LEAST
+from toastkit.text.turns import MIN_PART
 
 STATUS = {
     "model", "fingerprint", "loaded", "device", "dtype", "active", "attached", "waiting",
@@ -316,5 +316,5 @@ def test_what_goes_on_is_tokenised_before_anybody_asks(monkeypatch) -> None:
 
     monkeypatch.setattr(Tokenizer, "_encode_all", encode)
     found = after.prepare(Request(messages=more)).ids
-    assert seen and all(len(text) < LEAST for text in seen)
+    assert seen and all(len(text) < MIN_PART for text in seen)
     assert found == before.prepare(Request(messages=more)).ids

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toastkit.store import direct
-from toastkit.store.direct import LEAST_STRAIGHT, PAGE, DirectReads
+from toastkit.store.direct import MIN_STRAIGHT, PAGE, DirectReads
 
-SIZE = 3 * LEAST_STRAIGHT + 12_345
+SIZE = 3 * MIN_STRAIGHT + 12_345
 BYTES = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
 
 
@@ -42,7 +42,7 @@ def memory_at(place: int, size: int) -> np.ndarray:
     return memory[lead : lead + size]
 
 
-SIZES = st.one_of(st.integers(0, 5000), st.integers(LEAST_STRAIGHT - 1, 2 * LEAST_STRAIGHT))
+SIZES = st.one_of(st.integers(0, 5000), st.integers(MIN_STRAIGHT - 1, 2 * MIN_STRAIGHT))
 
 
 @given(st.data())

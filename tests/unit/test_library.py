@@ -186,7 +186,7 @@ def test_specials_stand_around_all_the_pieces(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_text_without_a_place_to_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of blanks depend on both their ends. (Ten million of them make the library panic.)"""
-    monkeypatch.setattr(pieces, "MOST", 1 << 10)
+    monkeypatch.setattr(pieces, "MAX_PIECE", 1 << 10)
     monkeypatch.setattr(pieces, "PIECE", 1 << 8)
     for text in (" " * 4000, "a b " * 90 + " " * 4000):
         with pytest.raises(DataError, match="finds no place to cut"):

@@ -29,16 +29,16 @@ def test_numbers_of_the_rules() -> None:
         f"held at least, 1 to {selector.LONGEST_DURATION:,}. "
         f"The default is {options.min_duration};",
         "score = {:g} math + {:g} code + {:g} min(words / {}, {}) + {:g} long".format(
-            *score, classifier.WORDS_A_STEP, classifier.MOST_STEPS, classifier.LONG_WORDS_SCORE
+            *score, classifier.WORDS_A_STEP, classifier.MAX_STEPS, classifier.LONG_WORDS_SCORE
         ),
         f"over {classifier.LONG_WORDS:g} characters",
         f"From {classifier.HIGH_SCORE:g} on the run begins in high gear, "
         f"from {classifier.MID_SCORE:g} on in mid",
-        f"Of the positive entropies, {c.LEAST_SAMPLES} at least, "
+        f"Of the positive entropies, {c.MIN_SAMPLES} at least, "
         f"low is the {c.LOW_PERCENT}th percentile and high the {c.HIGH_PERCENT}th",
         f"less than {c.PREFILL_BAND:g} bits apart",
         f"capped at {c.LOW_CAP:g} times log2 of the vocabulary, high at {c.HIGH_CAP:g} times",
-        f"at least {c.LEAST_LOW:g} bits; high is {c.HIGH_BY_MEDIAN:g} times low, "
+        f"at least {c.MIN_LOW:g} bits; high is {c.HIGH_BY_MEDIAN:g} times low, "
         f"and at least {c.PROMPTS_BAND:g} bits above",
         f"Low is the {c.EASY_PERCENT}th percentile of the entropies in the answers to the easy "
         f"prompts, high the {c.HARD_PERCENT}th",

@@ -12,7 +12,7 @@ import pytest
 
 from toastkit.errors import DataError, NoInputError, UnavailableError
 from toastkit.model.config import fingerprint, load_config, sampling_defaults
-from toastkit.model.files import MOST_TEMPLATES, TEMPLATES_FOLDER, ModelFiles
+from toastkit.model.files import MAX_TEMPLATES, TEMPLATES_FOLDER, ModelFiles
 from toastkit.model.hub import hub_cache
 from toastkit.model.locate import CRUMB, find, for_stream, locate
 
@@ -269,7 +269,7 @@ def test_additional_templates(tmp_path: Path) -> None:
         (folder / name).touch()
     names = [f"{TEMPLATES_FOLDER}/{name}.jinja" for name in ("rag", "tool_use")]
     assert files.additional_templates() == names == files.small_files()[-2:]
-    for number in range(MOST_TEMPLATES):
+    for number in range(MAX_TEMPLATES):
         (folder / f"{number}.jinja").touch()
     with pytest.raises(DataError, match="m: 66 files in additional_chat_templates, more than 64"):
         files.additional_templates()

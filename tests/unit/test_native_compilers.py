@@ -75,7 +75,7 @@ def test_a_compiler_that_ends_and_leaves_somebody_behind(cache: Path, cxx, monke
 
 
 def test_a_compiler_that_says_much(cache: Path, cxx) -> None:
-    cxx(f"echo error: too much >&2\nhead -c {4 * compiling.MOST_OUTPUT} /dev/zero >&2\nexit 1")
+    cxx(f"echo error: too much >&2\nhead -c {4 * compiling.MAX_OUTPUT} /dev/zero >&2\nexit 1")
     with pytest.raises(UnavailableError, match="failed: error: too much"):
         libraries.build()
     reading, writing = os.pipe()
@@ -84,11 +84,11 @@ def test_a_compiler_that_says_much(cache: Path, cxx) -> None:
         for _ in range(64):
             stream.write(bytes(1 << 16))
     said.join()
-    assert len(said.text) == compiling.MOST_OUTPUT
+    assert len(said.text) == compiling.MAX_OUTPUT
 
 
 def test_a_compiler_that_writes_without_end(cache: Path, cxx, monkeypatch) -> None:
-    monkeypatch.setattr(compiling, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(compiling, "MAX_BYTES", 1 << 20)
     cxx('sleep 0.3\nwhile [ "$1" != -o ]; do shift; done\nexec head -c 1000000000 /dev/zero > "$2"')
     with pytest.raises(UnavailableError, match="failed"):
         libraries.build()

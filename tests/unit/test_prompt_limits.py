@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pieces, "PIECE", 1000)
     monkeypatch.setattr(tokenizer, "reach", None)
     for context, said in ((64, "the model's context is 64"), (None, "400 is the limit")):
-        monkeypatch.setattr(tokenize_stage, "MOST_TOKENS", 400)
+        monkeypatch.setattr(tokenize_stage, "MAX_TOKENS", 400)
         config = load_config(files)._replace(context=context)
         stage = PromptTokenizer(files, config, PromptOptions(raw=True), tokenizer)
         with pytest.raises(DataError, match=f"the prompt has at least [0-9]{{3}} tokens.*{said}"):

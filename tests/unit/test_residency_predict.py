@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.conftest import examples
 from toastkit.residency.placement import placed
 from toastkit.residency.predict import (
-    MOST_SLOWDOWN,
+    MAX_SLOWDOWN,
     Calibration,
     Played,
     Slowdown,
@@ -30,7 +30,7 @@ shares = st.floats(0, 1)
 layer = st.tuples(seconds, seconds, st.booleans())
 layers = st.lists(layer, min_size=1, max_size=12)
 ahead = st.none() | st.integers(1, 5)
-slower = st.floats(0, MOST_SLOWDOWN)
+slower = st.floats(0, MAX_SLOWDOWN)
 NONE = Slowdown(0.0, 0.0)
 BOTH = Slowdown(1.0, 1.0)
 

@@ -138,7 +138,7 @@ def test_memory_is_watched_where_the_system_does_not(monkeypatch: pytest.MonkeyP
 
 
 def test_what_a_child_says_is_not_read_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_child, "MOST_BYTES", 1000)
+    monkeypatch.setattr(template_child, "MAX_BYTES", 1000)
     with pytest.raises(DataError, match="stopped, it writes too much"):
         ask("{{ 'x' * 1000 }}")
 

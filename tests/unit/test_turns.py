@@ -74,8 +74,8 @@ def test_the_ids_are_those_of_the_whole_text(both: tuple, texts: list[str], toge
     by_turn._known.clear()
     by_turn._characters = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "LEAST", 1)
-        patch.setattr(turns, "MOST", 40)
+        patch.setattr(turns, "MIN_PART", 1)
+        patch.setattr(turns, "MAX_CACHED", 40)
         patch.setattr(turns, "PIECE", together)
         for text in texts:
             so_far += text
@@ -132,7 +132,7 @@ def test_it_reads_no_further_than_is_of_use() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "MOST", 6000)
+    monkeypatch.setattr(turns, "MAX_CACHED", 6000)
     tokenizer = TurnTokenizer(locate("crumb"))
     for number in range(8):
         text = f"<|im_start|>user\n{number} " + "a fox " * 300

@@ -12,7 +12,7 @@ import click
 from toastkit.commands import cli, completion
 from toastkit.commands.sizes import Float, Integer, IntegerRange, is_number
 from toastkit.errors import UsageError
-from toastkit.native.starting import MOST_THREADS, SETTINGS, NativeOptions
+from toastkit.native.starting import MAX_THREADS, SETTINGS, NativeOptions
 from toastkit.store.kv_bits import KV_DTYPES
 from toastkit.text.terminal import typed
 
@@ -146,7 +146,7 @@ native = together(
         "--native-exact", is_flag=True, help="Compute these with float32 activations throughout."
     ),
     click.option(
-        "--threads", type=IntegerRange(1, MOST_THREADS), metavar="N",
+        "--threads", type=IntegerRange(1, MAX_THREADS), metavar="N",
         help="Threads that compute these (default: as many processors as may be used).",
     ),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from toastkit.errors import DataError, reported_as
 
 # of a text: no context holds more, and scoring such a corpus takes days
-MOST_BYTES = 32 << 20
+MAX_BYTES = 32 << 20
 
 
 def stdin_has_text() -> bool:
@@ -39,12 +39,12 @@ def first_byte(seconds: float | None = None) -> bytes:
     return _first
 
 
-def read_stdin(what: str = "the prompt", most: int = MOST_BYTES) -> bytes:
+def read_stdin(what: str = "the prompt", most: int = MAX_BYTES) -> bytes:
     """Read all of stdin. Raises DataError if it is too long."""
     return _read(sys.stdin.buffer, what, most)
 
 
-def read_input(name: str, what: str, most: int = MOST_BYTES) -> bytes:
+def read_input(name: str, what: str, most: int = MAX_BYTES) -> bytes:
     """Read all of a file, or of stdin if the name is "-". what: for the message of the DataError
     raised for more than `most` bytes. Raises as from_os_error does if it cannot be read."""
     with reported_as(f"cannot read {name or repr(name)}"):
@@ -64,9 +64,9 @@ def _read(stream: BinaryIO, what: str, most: int) -> bytes:
 def stdin_lines(first: bytes = b"") -> Iterator[bytes]:
     """Its lines as they come, without line ends. first: bytes of it that were read already. Raises
     DataError for one that is too long."""
-    while (line := sys.stdin.buffer.readline(MOST_BYTES + 1)) or first:
-        if len(line) > MOST_BYTES:
-            raise DataError(f"a line of the prompt: over {MOST_BYTES >> 20} MiB")
+    while (line := sys.stdin.buffer.readline(MAX_BYTES + 1)) or first:
+        if len(line) > MAX_BYTES:
+            raise DataError(f"a line of the prompt: over {MAX_BYTES >> 20} MiB")
         yield from (first + line).splitlines()
         first = b""
 

@@ -24,8 +24,8 @@ from toastkit.stages.run.settings import ReadOptions
 if TYPE_CHECKING:
     from toastkit.daemon.service import Service
 
-MOST_SAVEPOINTS = 3  # per state; each costs another copy of the recurrent layers
-LEAST_APART = 32  # tokens between savepoints: fewer are prefilled as fast
+MAX_SAVEPOINTS = 3  # per state; each costs another copy of the recurrent layers
+MIN_APART = 32  # tokens between savepoints: fewer are prefilled as fast
 
 
 @dataclass(eq=False)
@@ -101,7 +101,7 @@ class ScheduledRuns(LocalRuns):
         """The positions at which a prefill pass should end, sufficiently far apart."""
         last, points = _last_savepoint(state), []
         for point in self._points:
-            if point > len(state.tokens) and point - last >= LEAST_APART:
+            if point > len(state.tokens) and point - last >= MIN_APART:
                 points.append(point)
                 last = point
         return points
@@ -137,10 +137,10 @@ class ScheduledRuns(LocalRuns):
     def _note_savepoint(self, state: ModelState) -> None:
         """Make a savepoint at the state's position, if far enough from the last one."""
         count = len(state.tokens)
-        if count - _last_savepoint(state) >= LEAST_APART:
+        if count - _last_savepoint(state) >= MIN_APART:
             point = take_savepoint(state.cache, count)
             point = point._replace(layers=self._engine.counted(point.layers))
-            state.savepoints = thinned([*state.savepoints, point], MOST_SAVEPOINTS)
+            state.savepoints = thinned([*state.savepoints, point], MAX_SAVEPOINTS)
 
     def pass_size(self, state: State) -> int | None:
         size = self._service.slice_size() or CHUNK[self._engine.device]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SLICE_SECONDS = 0.05  # of prefill, between two steps of others
 SHIFTING_SECONDS = 1.0  # instead, if prefill and decode need the weights in different forms
-LEAST_SLICE, FIRST_SLICE = 16, 32  # tokens
+MIN_SLICE, FIRST_SLICE = 16, 32  # tokens
 
 
 class Service:
@@ -128,7 +128,7 @@ class Service:
         start = time.perf_counter()
         self._advance(conversation)
         read = _held(conversation) - before
-        if begun and conversation.reading and read >= LEAST_SLICE:
+        if begun and conversation.reading and read >= MIN_SLICE:
             self.rate = read / (time.perf_counter() - start)
 
     def _advance(self, conversation: Conversation) -> None:
@@ -177,7 +177,7 @@ class Service:
         if not any(c.want == "step" for c in self.active):
             return self.settings.chunk
         rate = self.rate or FIRST_SLICE / SLICE_SECONDS
-        size = max(int(rate * self._slice_seconds), LEAST_SLICE)
+        size = max(int(rate * self._slice_seconds), MIN_SLICE)
         return size if self.settings.chunk is None else min(size, self.settings.chunk)
 
     # -------------------------------------------------------------------------------------- upkeep

@@ -15,7 +15,7 @@ from toastkit.engine.state import ModelState
 # this many tokens, of those in the batch.
 SLACK_TOKENS = 1024
 # Rounds of steps before batching is retried after a failure, doubled each time.
-FIRST_ROUNDS, MOST_ROUNDS = 64, 1 << 14
+FIRST_ROUNDS, MAX_ROUNDS = 64, 1 << 14
 
 
 class Stepper:
@@ -85,7 +85,7 @@ class Stepper:
     def _back_off(self) -> None:
         """Suspend batching, longer with each failure."""
         self._works, self._wait = None, self._pause
-        self._pause = min(2 * self._pause, MOST_ROUNDS)
+        self._pause = min(2 * self._pause, MAX_ROUNDS)
 
     def _rebuild_caches(self, state: ScheduledState) -> None:
         """Rebuild the caches of a state whose batch failed. Its decode steps are repeated as such

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from toastkit.engine.engine import CHUNK, Engine
-from toastkit.holdings.read_ahead import MOST_AHEAD
+from toastkit.holdings.read_ahead import MAX_AHEAD
 from toastkit.holdings.streams import arrays_in
 from toastkit.residency.predict import (
     Calibration,
@@ -41,7 +41,7 @@ ROUNDS_SECONDS, ROUNDS, SWEEPS = 1.5, 4, 2
 # takes little time.
 SHORTEST, TIMES = {"cpu": 4, "gpu": 128}, 4
 CHUNK_SECONDS = 1.5
-LEAST_RATE = 1.0  # bytes per second
+MIN_RATE = 1.0  # bytes per second
 # If reading takes a smaller share of the time of computing, or computing of reading, a pass does
 # not show how much it is slowed down.
 SEEN = 0.25
@@ -214,7 +214,7 @@ class _Measuring:
         both = (prefetched.token, prefetched.chunk)
         # Reading alone is no slower than beside computing.
         slowest = [self._rate(b.waits, self._reading_seconds(b, cold)) for b in both]
-        rate = max(prefetched.rate, *slowest, LEAST_RATE)
+        rate = max(prefetched.rate, *slowest, MIN_RATE)
         slow = [
             self._slowdown(rate, token, prefetched.token, cold),
             self._slowdown(rate, chunk, prefetched.chunk, cold),
@@ -360,7 +360,7 @@ class _Measuring:
             self._streams.settle()
         self._store.keeps_cached = not cold
         if cold:
-            for index in range(min(layers + MOST_AHEAD, len(self._sizes))):
+            for index in range(min(layers + MAX_AHEAD, len(self._sizes))):
                 self._store.forget_cached(self._store.layer_names(index))
 
     def _spread(self, seconds: Sequence[float]) -> list[float]:

@@ -19,8 +19,8 @@ from typing import Any
 from toastkit.errors import DataError, UsageError
 
 STRATEGIES = ("prefill", "prompts", "file")
-LEAST_SAMPLES = 5
-LEAST_LOW = 0.01  # bits
+MIN_SAMPLES = 5
+MIN_LOW = 0.01  # bits
 # Integers, so that ranks are exact.
 LOW_PERCENT, HIGH_PERCENT = 30, 60
 LOW_CAP, HIGH_CAP = 0.06, 0.12  # shares of log2 vocab
@@ -83,12 +83,12 @@ def from_prefill(entropies: Iterable[float], vocab: int) -> Thresholds:
     """
     samples = [e for e in _checked(entropies, vocab) if e > 0]
     n = len(samples)
-    if n < LEAST_SAMPLES:
+    if n < MIN_SAMPLES:
         raise DataError(
-            f"cannot calibrate: a prompt needs {LEAST_SAMPLES} positive entropies, this has {n}",
+            f"cannot calibrate: a prompt needs {MIN_SAMPLES} positive entropies, this has {n}",
             hint="give a longer prompt",
         )
-    low = max(samples[n * LOW_PERCENT // 100 - 1], LEAST_LOW)
+    low = max(samples[n * LOW_PERCENT // 100 - 1], MIN_LOW)
     high = samples[min(n - 1, n * HIGH_PERCENT // 100)]
     low, high = _widened(low, high, PREFILL_BAND)
     most = math.log2(vocab)
@@ -101,7 +101,7 @@ def from_prompts(entropies: Iterable[float], vocab: int) -> Thresholds:
     is the mean of the middle two. Raises DataError for fewer than 5 entropies, or values out of
     range; UsageError."""
     samples = _enough(_checked(entropies, vocab), "the prompts")
-    low = max(percentile(samples, 50), LEAST_LOW)
+    low = max(percentile(samples, 50), MIN_LOW)
     high = max(HIGH_BY_MEDIAN * low, low + PROMPTS_BAND)
     return Thresholds(low, high, "prompts", len(samples), vocab)
 
@@ -184,9 +184,9 @@ def _checked(entropies: Iterable[float], vocab: int) -> list[float]:
 
 
 def _enough(samples: list[float], whose: str) -> list[float]:
-    if len(samples) < LEAST_SAMPLES:
+    if len(samples) < MIN_SAMPLES:
         raise DataError(
-            f"cannot calibrate: {whose} give {len(samples)} entropies, {LEAST_SAMPLES} are needed",
+            f"cannot calibrate: {whose} give {len(samples)} entropies, {MIN_SAMPLES} are needed",
             hint="give longer or more prompts",
         )
     return samples
@@ -195,6 +195,6 @@ def _enough(samples: list[float], whose: str) -> list[float]:
 def _widened(low: float, high: float, band: float) -> tuple[float, float]:
     """Widen two thresholds, in rising order, to at least `band` bits apart around their centre."""
     if high - low < band:
-        low = max((low + high - band) / 2, LEAST_LOW)
+        low = max((low + high - band) / 2, MIN_LOW)
         high = low + band
     return low, high

@@ -30,7 +30,7 @@ MATH_WEIGHT = 2.0
 CODE_WEIGHT = 1.5
 LENGTH_WEIGHT = 0.3
 WORDS_A_STEP = 50
-MOST_STEPS = 3
+MAX_STEPS = 3
 LONG_WORDS_SCORE = 1.5
 LONG_WORDS = 6.5  # characters
 LARGEST = 2**53  # number in a map that JSON represents exactly
@@ -105,7 +105,7 @@ class Difficulty(NamedTuple):
         return (
             f"score {short(self.score)} = {MATH_WEIGHT:g} x {self.math} math"
             f" + {CODE_WEIGHT:g} x {self.code} code"
-            f" + {LENGTH_WEIGHT:g} x min({self.words}/{WORDS_A_STEP}, {MOST_STEPS})"
+            f" + {LENGTH_WEIGHT:g} x min({self.words}/{WORDS_A_STEP}, {MAX_STEPS})"
             f" + {long_words:g} -> {self.gear}"
         )
 
@@ -117,7 +117,7 @@ def classify(text: str) -> Difficulty:
     mean = round(sum(lengths) / words, 6) if words else 0.0
     symbols, code = _symbols(text), _keywords(text)
     score = MATH_WEIGHT * symbols + CODE_WEIGHT * code
-    score += LENGTH_WEIGHT * min(words / WORDS_A_STEP, MOST_STEPS)
+    score += LENGTH_WEIGHT * min(words / WORDS_A_STEP, MAX_STEPS)
     score += LONG_WORDS_SCORE if mean > LONG_WORDS else 0.0
     # Rounded as in frames; the terms are multiples of 0.006 and 0.5, so this is exact.
     score = round(score, 6)

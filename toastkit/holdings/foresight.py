@@ -26,7 +26,7 @@ from toastkit.holdings.layer_slots import LayerSlots
 if TYPE_CHECKING:
     from toastkit.holdings.expert_slots import ExpertSlots
 
-MOST_AHEAD = 3  # layers
+MAX_AHEAD = 3  # layers
 SMOOTHING = 0.1  # weight of the last layer's time in the average
 RIGHT_SMOOTHING = 1 / 32  # weight of the last choice in how often a place in it is right
 
@@ -72,7 +72,7 @@ class Foresight:
         self._classes: dict[int, tuple[nn.Module, type]] = {}  # blocks, with their classes
         self._asking = False
         self._told: dict[int, list[int]] = {}  # choices of the next pass, by place
-        self._told_depth = MOST_AHEAD
+        self._told_depth = MAX_AHEAD
         self._reached = 0  # the last place whose router was asked in this pass
         self._named: dict[int, list[int]] = {}  # predicted choices of layers ahead, by place
         self._places = Places()
@@ -166,7 +166,7 @@ class Foresight:
 
     # ------------------------------------------------------------------------------- reading ahead
 
-    def tell(self, choices: Mapping[int, Sequence[int]], depth: int = MOST_AHEAD) -> None:
+    def tell(self, choices: Mapping[int, Sequence[int]], depth: int = MAX_AHEAD) -> None:
         """Set the choices of the next pass: experts by place among the layers with slots. Starts
         prefetching the first `depth` layers at once, and stays as far ahead of the current layer.
         Valid for one pass."""
@@ -230,7 +230,7 @@ class Foresight:
         if not counts.passes or not self._compute or not reader.bytes_read:
             return 1
         reading = reader.busy_seconds * counts.read / reader.bytes_read / counts.passes
-        return max(1, min(MOST_AHEAD, math.ceil(reading / self._compute)))
+        return max(1, min(MAX_AHEAD, math.ceil(reading / self._compute)))
 
 
 def _experts(choice: mx.array) -> list[int]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from toastkit.holdings.expert_slots import ExpertSlots
 
 # Steps in a row without a miss before optimistic ones: to begin with, and at most.
-FIRST_PATIENCE, MOST_PATIENCE = 8, 64
+FIRST_PATIENCE, MAX_PATIENCE = 8, 64
 
 
 class OptimisticSteps:
@@ -51,7 +51,7 @@ class OptimisticSteps:
         """Record a step. found: it had no miss."""
         self._streak += found
         if self.trusts and not found:
-            doubled = min(MOST_PATIENCE, 2 * self.patience)
+            doubled = min(MAX_PATIENCE, 2 * self.patience)
             self.patience = doubled if self._streak < self.patience else max(1, self.patience // 2)
             self.trusts = False
         if not self.trusts:

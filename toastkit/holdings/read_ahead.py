@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-MOST_AHEAD = 4  # layers, where memory allows
+MAX_AHEAD = 4  # layers, where memory allows
 
 
 def layers_ahead(read: float, computes: Sequence[float], gap: float) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 DECAY = 0.95  # of the counts, per pass
-MOST_WEIGHT = 1e100  # beyond which the counts are rescaled
+MAX_WEIGHT = 1e100  # beyond which the counts are rescaled
 
 
 class SlotTable:
@@ -68,7 +68,7 @@ class SlotTable:
         for expert in experts:
             self.uses[expert] += self._weight
         self._weight /= DECAY
-        if self._weight > MOST_WEIGHT:
+        if self._weight > MAX_WEIGHT:
             self.uses = [uses / self._weight for uses in self.uses]
             self._weight = 1.0
 

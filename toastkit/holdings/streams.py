@@ -20,7 +20,7 @@ import mlx.nn as nn
 from toastkit.errors import ToastError
 from toastkit.holdings.derived import derived
 from toastkit.holdings.holding import Holding
-from toastkit.holdings.read_ahead import MOST_AHEAD, layers_ahead
+from toastkit.holdings.read_ahead import MAX_AHEAD, layers_ahead
 from toastkit.holdings.weights import Reading, Weights
 from toastkit.store.reader import AHEAD_BYTES
 from toastkit.store.waiting import AHEAD
@@ -60,7 +60,7 @@ class Streams:
         self._largest = 0  # of the streamed layers, in bytes
         self.layers: list[int] = []
         self.spare_bytes: int | None = None
-        self.most_ahead = MOST_AHEAD
+        self.most_ahead = MAX_AHEAD
         self.watch: Callable[[int, bool], None] = lambda index, ran: None
         self.times = StreamTimes()
 

@@ -14,7 +14,7 @@ from toastkit.model.files import ModelFiles
 
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
-MOST = 1 << 53  # largest number accepted here; beyond it floats have gaps
+MAX_NUMBER = 1 << 53  # largest number accepted here; beyond it floats have gaps
 MAX_HEADER_BYTES = 100 << 20
 # Names for the longest context: nearly all use the first; gpt2 and gptj n_positions.
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "model_max_length", "max_seq_len")
@@ -50,12 +50,12 @@ def load_config(files: ModelFiles) -> ModelConfig:
     config = ModelConfig(model_type, 0, None, raw)
     top, text = config.levels
     vocab = top.get("vocab_size", text.get("vocab_size"))
-    if type(vocab) is not int or not 1 <= vocab <= MOST:
+    if type(vocab) is not int or not 1 <= vocab <= MAX_NUMBER:
         raise DataError(f"{files.name}: config.json has no usable vocab_size")
     # The context length, by the first of its names.
     candidates = ((name, fields.get(name)) for fields in (top, text) for name in CONTEXT_NAMES)
     name, context = next((pair for pair in candidates if pair[1] is not None), ("", None))
-    if context is not None and (type(context) is not int or not 1 <= context <= MOST):
+    if context is not None and (type(context) is not int or not 1 <= context <= MAX_NUMBER):
         raise DataError(f"{files.name}: config.json has no usable {name}")
     return config._replace(vocab=vocab, context=context)
 
@@ -83,7 +83,7 @@ def check_ids(ids: Collection[int], vocab: int) -> None:
 
 def digits(number: int) -> str:
     """Format an integer for a message, however long."""
-    return str(number) if abs(number) <= MOST else "of too many digits"
+    return str(number) if abs(number) <= MAX_NUMBER else "of too many digits"
 
 
 def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
@@ -101,7 +101,7 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
     for name in SAMPLING:
         value = generation.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not -MOST <= value <= MOST:  # refuses NaN too
+            if not -MAX_NUMBER <= value <= MAX_NUMBER:  # refuses NaN too
                 raise DataError(f"{files.name}: generation_config.json has no usable {name}")
             found[name] = max(int(value), 0) if name == "top_k" else float(value)
     try:

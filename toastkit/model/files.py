@@ -24,7 +24,7 @@ SMALL_FILES = (
     "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 TEMPLATES_FOLDER = "additional_chat_templates"  # named templates, besides the default
-MOST_TEMPLATES = 64
+MAX_TEMPLATES = 64
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 _SHARD = r"(.+-)([0-9]{1,9})(-of-([0-9]{1,9})\.safetensors)"
@@ -101,9 +101,9 @@ class ModelFiles:
             raise from_os_error(error, f"cannot read {self.path / TEMPLATES_FOLDER}") from error
         # A name in a .toast file becomes a path when it is split.
         names = [n for n in found if re.fullmatch(r"[^./][^/]*\.jinja", n) and n.isprintable()]
-        if len(names) > MOST_TEMPLATES:
+        if len(names) > MAX_TEMPLATES:
             raise DataError(
-                f"{self.name}: {len(names)} files in {TEMPLATES_FOLDER}, more than {MOST_TEMPLATES}"
+                f"{self.name}: {len(names)} files in {TEMPLATES_FOLDER}, more than {MAX_TEMPLATES}"
             )
         return [f"{TEMPLATES_FOLDER}/{name}" for name in sorted(names)]
 

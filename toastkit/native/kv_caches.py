@@ -27,7 +27,7 @@ CLASSES = (
 )  # fmt: skip
 ROTATIONS = frozenset({"c35f2b94adeaab86", "557d06348de18238"})  # of 0.31, 0.32: see _rotating
 LARGEST = mx.finfo(mx.float16).max
-MOST_KEPT = 3e38  # in 8 bits: 127 times its scale is finite
+MAX_KEPT = 3e38  # in 8 bits: 127 times its scale is finite
 SCALE_BYTES = 4
 
 # The kept array by the id of the wide one, while that lives: arrays of MLX take no attributes, and
@@ -101,7 +101,7 @@ def quantise(x: mx.array) -> mx.array:
         return x.astype(mx.int8)
     if (library := in_use()) is not None:
         return library.quantise(x)
-    x = mx.clip(x.astype(mx.float32), -MOST_KEPT, MOST_KEPT)
+    x = mx.clip(x.astype(mx.float32), -MAX_KEPT, MAX_KEPT)
     scale = mx.max(mx.abs(x), -1, keepdims=True) / 127
     numbers = mx.clip(mx.round(x / scale), -127, 127)
     bytes_ = mx.where(scale > 0, numbers, 0).astype(mx.int8)  # scale may be 0 or NaN

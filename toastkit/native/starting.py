@@ -8,7 +8,7 @@ from typing import NamedTuple
 from toastkit.errors import UnavailableError
 
 SETTINGS = ("auto", "off", "require")
-MOST_THREADS = 256  # as in kernels/pool.cpp
+MAX_THREADS = 256  # as in kernels/pool.cpp
 
 
 class NativeOptions(NamedTuple):

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from toastkit.base_directories import own_directory
-from toastkit.residency.predict import MOST_SLOWDOWN, Calibration, Slowdown, Source
+from toastkit.residency.predict import MAX_SLOWDOWN, Calibration, Slowdown, Source
 
 SCHEMA_VERSION = 3
 MAX_BYTES = 1 << 20
-MOST_SECONDS = 1e6
+MAX_SECONDS = 1e6
 LAYER_FIELDS = ("token", "chunk_fixed", "chunk_token")
 NUMBERS = ("outside_token", "outside_chunk", "stays")
 
@@ -121,13 +121,13 @@ def _decode(fields: dict[str, Any], layers: int) -> Calibration:
 def _source(rate: Any, token: Any, chunk: Any) -> Source:
     slow = Slowdown(**token), Slowdown(**chunk)
     shares = [_number(share) for one in slow for share in (one.reading, one.computing)]
-    if _number(rate) <= 0 or not all(0 <= share <= MOST_SLOWDOWN for share in shares):
+    if _number(rate) <= 0 or not all(0 <= share <= MAX_SLOWDOWN for share in shares):
         raise ValueError("no source")
     return Source(rate, *slow)
 
 
 def _seconds(value: Any) -> float:
-    if not 0 <= _number(value) <= MOST_SECONDS:
+    if not 0 <= _number(value) <= MAX_SECONDS:
         raise ValueError("no seconds")
     return float(value)
 

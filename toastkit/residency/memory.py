@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-MOST_READ = 1 << 20  # bytes of a file of /proc or /sys
+MAX_READ = 1 << 20  # bytes of a file of /proc or /sys
 # Where cgroups are mounted when nothing says so, by version.
 USUAL = {1: "/sys/fs/cgroup/memory", 2: "/sys/fs/cgroup"}
 # By version, a group's files of limits and of usage, and names in memory.stat. Above memory.high a
@@ -144,6 +144,6 @@ def _pages(root: Path) -> list[int]:
 def _text(path: Path) -> str:
     try:
         with open(path, "rb") as file:
-            return file.read(MOST_READ).decode("utf-8", "replace")
+            return file.read(MAX_READ).decode("utf-8", "replace")
     except (OSError, ValueError):  # a path with a zero byte is a ValueError
         return ""

@@ -16,17 +16,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from toastkit.holdings.read_ahead import MOST_AHEAD, layers_ahead
+from toastkit.holdings.read_ahead import MAX_AHEAD, layers_ahead
 
 PASSES = 12  # simulated at most, until a pass repeats the one before
-MOST_SLOWDOWN = 4.0
+MAX_SLOWDOWN = 4.0
 COARSE, FINE = 0.125, 0.01  # steps of the search for slowdowns
 
 
 @dataclass(frozen=True)
 class Slowdown:
     """How much longer reading takes during computing, and computing during reading, relative to
-    each alone, 0..MOST_SLOWDOWN. They differ: threads that copy from the page cache take CPU time
+    each alone, 0..MAX_SLOWDOWN. They differ: threads that copy from the page cache take CPU time
     from those that compute, and hardly lose any to them; threads that wait for a disk take none."""
 
     reading: float
@@ -83,7 +83,7 @@ def predict(
     prompt: int,
     chunk: int,
     along: bool = False,
-    most: int = MOST_AHEAD,
+    most: int = MAX_AHEAD,
 ) -> Prediction:
     """Predict the times of a model with these resident layers.
 
@@ -131,7 +131,7 @@ def play(
     outside: float,
     slowdown: Slowdown,
     ahead: int | None = None,
-    most: int = MOST_AHEAD,
+    most: int = MAX_AHEAD,
     passes: int = PASSES,
 ) -> Played:
     """Simulate a pass in the steady state, or the last of `passes`, the first of which begins with
@@ -189,7 +189,7 @@ def depth(phases: Sequence[tuple[float, float]], tail: float) -> int:
     """How many layers are read ahead: Streams.depth, from times without slowdown. phases: seconds
     of reading and of computing, which includes the resident layers."""
     wanted = layers_ahead(max(read for read, _ in phases), [work for _, work in phases], tail)
-    return min(wanted, MOST_AHEAD, len(phases))
+    return min(wanted, MAX_AHEAD, len(phases))
 
 
 class _Reader:
@@ -247,7 +247,7 @@ def fitted_slowdown(
     computes: Sequence[float],
     outside: float,
     measured: Played,
-    most: int = MOST_AHEAD,
+    most: int = MAX_AHEAD,
     passes: int = PASSES,
 ) -> Slowdown:
     """The slowdown with which `play` comes nearest to what was measured; the least among equals: if
@@ -261,7 +261,7 @@ def fitted_slowdown(
     if measured.seconds <= 0:
         return Slowdown(0.0, 0.0)
     step = COARSE
-    values = [step * number for number in range(int(MOST_SLOWDOWN / step) + 1)]
+    values = [step * number for number in range(int(MAX_SLOWDOWN / step) + 1)]
     places = [(x, y) for x in values for y in values]
     best = min(places, key=error)
     while step > FINE:
@@ -276,4 +276,4 @@ def fitted_slowdown(
 
 
 def _bounded(slowdown: float) -> float:
-    return min(max(slowdown, 0.0), MOST_SLOWDOWN)
+    return min(max(slowdown, 0.0), MAX_SLOWDOWN)

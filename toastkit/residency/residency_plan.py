@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from toastkit.errors import UsageError
-from toastkit.holdings.read_ahead import MOST_AHEAD
+from toastkit.holdings.read_ahead import MAX_AHEAD
 from toastkit.residency.placement import placed
 from toastkit.residency.residency_options import RESERVED_TOKENS
 from toastkit.residency.sizing import (
@@ -93,7 +93,7 @@ def plan_residency(
         placement=placement, outside=sizes.outside, layers=len(sizes.layers),
         layers_size=sum(sizes.layers), cache=cache, reserve=reserve, least=least, resident=count,
         filled=min(count, filled), weights=weights,
-        ahead=WINDOW - 1 + spare // max(1, *sizes.layers) if memory.given else MOST_AHEAD,
+        ahead=WINDOW - 1 + spare // max(1, *sizes.layers) if memory.given else MAX_AHEAD,
     )  # fmt: skip
 
 

@@ -27,10 +27,10 @@ from toastkit.private_files import hold_bytes
 from toastkit.session.blocks import Stored
 from toastkit.session.layout import BLOCK_ROWS, Tensor
 
-LEAST = 1 << 18  # bytes of a tensor; copying a smaller one is as fast
+MIN_BYTES = 1 << 18  # bytes of a tensor; copying a smaller one is as fast
 ROOM = BLOCK_ROWS  # minimum positions to append before a cache moves to its own memory
 SHARE = 8  # and as a fraction of the existing ones
-MOST_PIECES = 1 << 12  # maps: a process has 65,530 by default
+MAX_PIECES = 1 << 12  # maps: a process has 65,530 by default
 
 
 def read_in_place(
@@ -44,7 +44,7 @@ def read_in_place(
     fit = [tensor for tensors in caches for tensor in _fitting(tensors)]
     if library is None or stored.reopen is None or not fit:
         return {}
-    if sum(1 for tensor in fit for _ in _pieces(tensor)) > MOST_PIECES:
+    if sum(1 for tensor in fit for _ in _pieces(tensor)) > MAX_PIECES:
         return {}
     try:
         return _mapped(library, stored, fit, dtypes)
@@ -55,7 +55,7 @@ def read_in_place(
 def _fitting(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors of a cache to read in place. Growing ones all or none: keys and values must have
     the same room."""
-    large = [tensor for tensor in tensors if tensor.rows * tensor.row_bytes >= LEAST]
+    large = [tensor for tensor in tensors if tensor.rows * tensor.row_bytes >= MIN_BYTES]
     growing = [tensor for tensor in tensors if tensor.axis == 2]
     whole = all(BLOCK_ROWS * tensor.row_bytes % PAGE == 0 for tensor in growing)
     some = growing if whole and any(tensor.axis == 2 for tensor in large) else []

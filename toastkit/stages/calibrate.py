@@ -153,7 +153,7 @@ def rule(thresholds: Thresholds) -> str:
         )
     if thresholds.strategy == "prompts":
         return (
-            f"low is the median and at least {c.LEAST_LOW:g} bits, high is {c.HIGH_BY_MEDIAN:g} "
+            f"low is the median and at least {c.MIN_LOW:g} bits, high is {c.HIGH_BY_MEDIAN:g} "
             f"times that and at least {c.PROMPTS_BAND:g} bits above it"
         )
     return (

@@ -21,8 +21,8 @@ from toastkit.text.tokenizer import Tokenizer
 
 # Room that --truncate leaves for the answer without --max-tokens.
 ANSWER_ROOM = 256
-MOST_TOKENS = 1 << 20  # of a prompt, if the config gives no context length
-MOST_CLASSIFIED = 1 << 17  # characters examined to guess the difficulty
+MAX_TOKENS = 1 << 20  # of a prompt, if the config gives no context length
+MAX_CLASSIFIED = 1 << 17  # characters examined to guess the difficulty
 KEPT_HEAD = 1 << 10  # characters of a text that --truncate keeps before its tail
 
 
@@ -66,7 +66,7 @@ def difficulty(prompt: Prompt) -> dict[str, Any]:
     from toastkit.gears.classifier import classify
 
     text = prompt.text if prompt.messages is None else content_text(prompt.messages[-1])
-    return classify((text or "")[:MOST_CLASSIFIED]).as_map()
+    return classify((text or "")[:MAX_CLASSIFIED]).as_map()
 
 
 class PromptTokenizer:
@@ -145,7 +145,7 @@ class PromptTokenizer:
             return self._encode(prompt)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        limit = self._config.context or MOST_TOKENS
+        limit = self._config.context or MAX_TOKENS
         truncate = self._options.truncate and self._config.context is not None
         whole = prompt
         if truncate:

@@ -19,7 +19,7 @@ from typing import cast
 PAGE = 4096  # no disk or system needs larger ones
 BOUNCE_BYTES = 4 << 20  # bounce buffer, per thread
 LARGE_PAGE = 2 << 20
-LEAST_STRAIGHT = 64 << 10  # bytes of memory that deserve their own buffer in a call
+MIN_STRAIGHT = 64 << 10  # bytes of memory that deserve their own buffer in a call
 CACHESTAT = 451  # system call number, on all processors; Linux 6.5
 
 
@@ -107,7 +107,7 @@ def _pieces(views: Sequence[memoryview], start: int) -> Iterator[tuple[int, memo
     for memory in filter(len, views):
         lead = -start % PAGE
         whole = (len(memory) - lead) // PAGE * PAGE
-        if whole < LEAST_STRAIGHT or (_address(memory) - start) % PAGE:
+        if whole < MIN_STRAIGHT or (_address(memory) - start) % PAGE:
             lead, whole = len(memory), 0
         for first, stop in ((0, lead), (lead, lead + whole), (lead + whole, len(memory))):
             if first < stop:

@@ -27,7 +27,7 @@ FLOOR, HALF_FLOOR = 1e-8, 1e-4  # of the scale; float16 has no smaller normal nu
 # distinct values, 8-bit ones in groups of 32 up to 0.86 in rows of 192.
 SAMPLE_ROWS, SAMPLE_COLUMNS = 16, 1024
 FEW = 0.85
-LEAST = 128  # numbers; among fewer, some may be equal by chance
+MIN_SAMPLE = 128  # numbers; among fewer, some may be equal by chance
 BLOCK = 1 << 20  # numbers quantised at a time: intermediates stay in the CPU cache
 
 
@@ -160,7 +160,7 @@ def looks_quantised(weight: mx.array) -> bool:
         draws = np.bincount(exponents - exponents.min(), weights=sizes)
         expected += float((128 * (1 - (1 - 1 / 128) ** draws)).sum())
         found += len(values)
-    return looked >= LEAST and found < FEW * expected
+    return looked >= MIN_SAMPLE and found < FEW * expected
 
 
 def _pack(q: mx.array, bits: int) -> mx.array:

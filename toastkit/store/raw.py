@@ -32,7 +32,7 @@ DTYPES = {
 }  # fmt: skip
 CHUNK_BYTES = 16 << 20  # per system call: a reader can be stopped between two
 CALL_SECONDS = 0.004  # target duration of a call that may have to stop at any time
-LEAST_CALL_BYTES = 64 << 10
+MIN_CALL_BYTES = 64 << 10
 CALL_BUFFERS = 1024  # per system call: IOV_MAX of Linux and macOS
 RWF_DONTCACHE = 0x80  # Linux 6.14: drops the pages that this read brought into the page cache
 
@@ -157,7 +157,7 @@ class RawTensors:
     def _short(self, views: list[memoryview], start: int) -> list[memoryview]:
         """The part of the views that takes CALL_SECONDS at the rate of this thread's last call, up
         to the end of a page of the file."""
-        size = max(LEAST_CALL_BYTES, int(getattr(self._own, "call_bytes", CHUNK_BYTES)))
+        size = max(MIN_CALL_BYTES, int(getattr(self._own, "call_bytes", CHUNK_BYTES)))
         return _before(views, (start + size) // PAGE * PAGE - start)
 
     def _pread(self, fd: int, views: list[memoryview], start: int) -> int:

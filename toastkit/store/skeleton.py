@@ -30,7 +30,7 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 # its columns.
 SIZES = re.compile(r"(?:^|_)(?:size|dim|heads|experts|rank|embd|inner|kernel|groups|model)$")
 NO_SIZES = re.compile(r"window|chunk|block|image|patch|index")
-MOST_PACKED = 16
+MAX_PACKED = 16
 # Foreign formats with MLX's bytes, by their quant_method.
 SAME_BYTES = {
     "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
@@ -110,7 +110,7 @@ def fit_config(files: ModelFiles, config: ModelConfig) -> Fitted:
     if config.raw.get("model_file") is not None:
         raise DataError(f"{files.name}: asks to run its own Python code, which is never done")
     entries = [entry for header in files.headers for entry in header.entries.values()]
-    largest = max((d for e in entries if e.nbytes for d in e.shape), default=0) * MOST_PACKED
+    largest = max((d for e in entries if e.nbytes for d in e.shape), default=0) * MAX_PACKED
     for fields in config.levels:
         for name, value in fields.items():
             parts = value if isinstance(value, list) else [value]

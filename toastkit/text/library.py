@@ -19,9 +19,9 @@ from toastkit.errors import DataError
 T = TypeVar("T")
 
 SECONDS = 10.0  # for a piece of a text, which takes under one
-MOST_ABANDONED = 2  # calls still running after their timeout
-MOST_GROWTH = 64  # most that the rules may multiply a text's length
-MOST_ADDED = 1 << 16  # most characters that they may prepend
+MAX_ABANDONED = 2  # calls still running after their timeout
+MAX_GROWTH = 64  # most that the rules may multiply a text's length
+MAX_ADDED = 1 << 16  # most characters that they may prepend
 
 _abandoned: list[threading.Thread] = []
 
@@ -43,7 +43,7 @@ def call(doing: str, act: Callable[[], T], seconds: float | None = None) -> T:
             value, error = _tried(act)
         return _outcome(doing, value, error)
     _abandoned[:] = [thread for thread in _abandoned if thread.is_alive()]
-    if len(_abandoned) >= MOST_ABANDONED:
+    if len(_abandoned) >= MAX_ABANDONED:
         raise DataError(f"{doing}: the tokenizer is busy with texts that take it too long")
     result: list[tuple[Any, BaseException | None]] = []
     thread = threading.Thread(target=lambda: result.append(_tried(act)), daemon=True)
@@ -139,8 +139,8 @@ def post_processor_fault(tokenizer: Any, add_special: bool) -> str | None:
 
 def _check_growth(part: Any, name: str) -> None:
     times, added = growth(part)
-    if times > MOST_GROWTH or added > MOST_ADDED:
-        much = f"{times:.3g} times as long" if times > MOST_GROWTH else f"{added:.3g} characters"
+    if times > MAX_GROWTH or added > MAX_ADDED:
+        much = f"{times:.3g} times as long" if times > MAX_GROWTH else f"{added:.3g} characters"
         raise DataError(f"broken tokenizer.json: its {name} makes a text {much}")
 
 

@@ -16,7 +16,7 @@ from toastkit.errors import DataError
 
 PIECE = 1 << 18  # characters
 MARGIN = 1 << 10
-MOST = 1 << 20  # of a piece without a place to cut
+MAX_PIECE = 1 << 20  # of a piece without a place to cut
 PLACES = 12  # of each kind to try before a piece is made longer
 _SPACED = re.compile(r"(?<=\S)\s(?=\S)")
 _SOLID = re.compile(r"(?<=\S)(?=\S)")
@@ -37,7 +37,7 @@ def encode_pieces(encode: Encode, text: str, size: int) -> Iterator[list[int]]:
             break
         ids, start = found
         yield ids
-    if len(text) - start > max(MOST, 4 * size):
+    if len(text) - start > max(MAX_PIECE, 4 * size):
         raise DataError(
             f"cannot tokenize {len(text) - start} characters at once, from character {start} on,"
             " and finds no place to cut them"
@@ -49,7 +49,7 @@ def _next_piece(
     encode: Encode, text: str, start: int, size: int, margin: int
 ) -> tuple[list[int], int] | None:
     """Return the ids of the next piece, and where the one after it begins."""
-    for end in range(start + size, min(len(text), start + max(MOST, 4 * size)), size):
+    for end in range(start + size, min(len(text), start + max(MAX_PIECE, 4 * size)), size):
         for cut in _places(text, end - margin, min(end, len(text) - margin)):
             left = encode(text[cut - margin : cut])
             joint = encode(text[cut - margin : cut + margin])

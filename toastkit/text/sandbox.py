@@ -21,7 +21,7 @@ from typing import Any
 from jinja2 import Template, TemplateSyntaxError, ext, meta, nodes, sandbox
 from jinja2.utils import Namespace as JinjaNamespace
 
-MOST_COMPILED = 4  # a server renders one template again and again; few, because they may be long
+MAX_COMPILED = 4  # a server renders one template again and again; few, because they may be long
 
 
 class Refused(Exception):
@@ -102,12 +102,12 @@ def _environment() -> sandbox.ImmutableSandboxedEnvironment:
     return environment
 
 
-@lru_cache(MOST_COMPILED)
+@lru_cache(MAX_COMPILED)
 def _compiled(source: str) -> Template:
     return _environment().from_string(source)
 
 
-@lru_cache(MOST_COMPILED)
+@lru_cache(MAX_COMPILED)
 def _mentioned(source: str) -> list[str]:
     """Return the variables that a template takes from outside."""
     return sorted(meta.find_undeclared_variables(_environment().parse(source)))

@@ -24,7 +24,7 @@ LOOKS = sys.platform == "darwin"  # which does not enforce RLIMIT_AS
 LOOK_SECONDS = 0.1  # between two checks of a child's memory
 MEMORY_BYTES = 768 << 20  # of a child's address space, interpreter included
 BASE_CHARACTERS = 16 << 20  # that it may write, whatever the job
-MOST_BYTES = 256 << 20  # of a reply, as JSON
+MAX_BYTES = 256 << 20  # of a reply, as JSON
 HEADER_BYTES = 8  # of a message: its length, big-endian
 _BOOT = f"""import sys
 sys.path += sys.argv[1:]
@@ -87,7 +87,7 @@ class _Child:
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         size = int.from_bytes(self._read(HEADER_BYTES, deadline), "big")
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             raise Stopped("it writes too much")
         return json.loads(self._read(size, deadline))
 

@@ -22,7 +22,7 @@ _END_OF_TURN = (
     "<turn|>", "<|end|>", "<|return|>", "<|call|>", "<|endofturn|>", "[|endofturn|]",
     "<|END_OF_TURN_TOKEN|>",
 )  # fmt: skip
-MOST_SHARED = 1 << 24  # largest vocabulary whose ids are interned; beyond, most are holes
+MAX_SHARED = 1 << 24  # largest vocabulary whose ids are interned; beyond, most are holes
 
 
 class Tokenizer:
@@ -78,7 +78,7 @@ class Tokenizer:
             return self._encode(text, add_special, library.SECONDS)
         ids: list[int] = []
         interned: Sequence[int] = range(self.vocab_size)
-        if len(interned) <= MOST_SHARED:  # one object per id, however often it occurs
+        if len(interned) <= MAX_SHARED:  # one object per id, however often it occurs
             interned = list(interned)
         deadline = time.monotonic() + library.SECONDS
 
@@ -109,7 +109,7 @@ class Tokenizer:
 
         try:
             ids = library.call(f"cannot tokenize the prompt for {self.name}", encode, seconds)
-            if sum(map(len, texts)) > pieces.MOST // 16:
+            if sum(map(len, texts)) > pieces.MAX_PIECE // 16:
                 pieces.give_back()
             return ids
         except DataError as error:

@@ -17,8 +17,8 @@ from toastkit.text import library
 from toastkit.text.pieces import PIECE
 from toastkit.text.tokenizer import SmallFiles, Tokenizer
 
-LEAST = 1 << 10  # characters of a part: to tokenise fewer takes no longer than the lookup
-MOST = 1 << 22  # characters of all cached parts
+MIN_PART = 1 << 10  # characters of a part: to tokenise fewer takes no longer than the lookup
+MAX_CACHED = 1 << 22  # characters of all cached parts
 
 
 class TurnTokenizer(Tokenizer):
@@ -47,12 +47,12 @@ class TurnTokenizer(Tokenizer):
         return ids + rest if ids else rest
 
     def _cuts(self, text: str) -> Iterator[int]:
-        """Yield where the text may be cut into parts of at least LEAST characters, ascending."""
-        if self._marks is None or len(text) < LEAST:
+        """Yield where the text may be cut into parts of at least MIN_PART characters, ascending."""
+        if self._marks is None or len(text) < MIN_PART:
             return
         start = 0
         for found in self._marks.finditer(text):
-            if found.start() - start >= LEAST and found.group() in self._begins:
+            if found.start() - start >= MIN_PART and found.group() in self._begins:
                 start = found.start()
                 yield start
 
@@ -88,12 +88,12 @@ class TurnTokenizer(Tokenizer):
 
     def _remember(self, part: str, ids: array) -> None:
         """Cache a part as the most recently used, evicting the least recently used (LRU)."""
-        if part not in self._known and len(part) <= MOST:
+        if part not in self._known and len(part) <= MAX_CACHED:
             self._known[part] = ids
             self._characters += len(part)
         elif part in self._known:
             self._known.move_to_end(part)
-        while self._characters > MOST:
+        while self._characters > MAX_CACHED:
             self._characters -= len(self._known.popitem(last=False)[0])
 
 

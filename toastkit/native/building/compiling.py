@@ -62,8 +62,8 @@ GROUP: dict[str, Any] = (
 SECONDS = 1800.0
 SIGNALS_CHECK = 0.1  # seconds
 LINGERS = 1.0  # seconds to wait for the end of its output after it has exited
-MOST_OUTPUT = 1 << 18  # bytes of a compiler's output
-MOST_BYTES = 256 << 20  # of a compiled file
+MAX_OUTPUT = 1 << 18  # bytes of a compiler's output
+MAX_BYTES = 256 << 20  # of a compiled file
 # Shortages that may pass: not a failure of the compiler.
 SCARCE = (errno.ENOSPC, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
@@ -230,7 +230,7 @@ def _wait(process: subprocess.Popen[bytes], name: str) -> bytes:
     try:
         reader = _Reader(process.stderr)
         with suppress(ProcessLookupError):
-            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (MOST_BYTES, MOST_BYTES))
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (MAX_BYTES, MAX_BYTES))
         process.wait(timeout=SECONDS)
     except BaseException as error:
         _kill(process.pid)
@@ -269,7 +269,7 @@ def _raise_failure(process: subprocess.Popen[bytes], output: bytes, name: str) -
 
 
 class _Reader(threading.Thread):
-    """Reads a stream to its end. text: the first bytes, at most MOST_OUTPUT."""
+    """Reads a stream to its end. text: the first bytes, at most MAX_OUTPUT."""
 
     def __init__(self, stream: IO[bytes]):
         super().__init__(daemon=True)
@@ -280,4 +280,4 @@ class _Reader(threading.Thread):
     def run(self) -> None:
         with self._stream:
             while part := self._stream.read(1 << 16):
-                self.text += part[: MOST_OUTPUT - len(self.text)]
+                self.text += part[: MAX_OUTPUT - len(self.text)]

@@ -44,7 +44,7 @@ from toastkit.private_files import (
     try_lock,
 )
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 MAKING = ".making"  # in the names of unfinished files
 KEPT = 8  # files of other versions and environments of this user
 PROBE_SECONDS = 120.0
@@ -84,7 +84,7 @@ def find() -> Found:
         for file in files:
             if file.startswith(f"{name}-") and file.endswith(".so"):
                 path = os.path.join(folder(), file)
-                if digest(read_file(path, MOST_BYTES)) == file[len(name) + 1 : -3]:
+                if digest(read_file(path, MAX_BYTES)) == file[len(name) + 1 : -3]:
                     return Found(path)
         if f"{name}.failed" in files:
             said = read_file(os.path.join(folder(), f"{name}.failed"), 1 << 12)

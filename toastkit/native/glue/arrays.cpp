@@ -21,7 +21,7 @@ namespace toast {
 namespace {
 
 constexpr uint8_t INSIDE = 4;  // nanobind: the instance is stored in the object
-constexpr int MOST_AXES = 8;
+constexpr int MAX_AXES = 8;
 int64_t head = 16;  // bytes of a Python object's header
 thread_local std::string last_error;
 
@@ -225,7 +225,7 @@ TOAST_API int toast_describe(void *object, int64_t *about) {
   memcpy(&offset, start + toast::head, sizeof offset);
   if (offset < toast::head + 8 || offset > toast::head + 64) return 0;
   const mx::array &a = toast::array_of(object);
-  if (a.ndim() > toast::MOST_AXES) return 0;
+  if (a.ndim() > toast::MAX_AXES) return 0;
   *about++ = a.ndim();
   for (int size : a.shape()) *about++ = size;
   *about++ = a.itemsize();

@@ -35,7 +35,7 @@ struct Writers {
 Writers &pending = *new Writers;
 
 constexpr int PATIENCE = 1000;    // polls of a buffer that MLX is about to release
-constexpr size_t MOST = 1 << 12;  // buffers without writers that are remembered
+constexpr size_t MAX_REMEMBERED = 1 << 12;  // buffers without writers that are remembered
 constexpr auto LONGEST = std::chrono::seconds(10);  // waited for a writer, which may have failed
 
 // True if a cache's buffer may be written to, once its registered writers are done.
@@ -138,7 +138,7 @@ void allocate_cache(const mx::array &before, mx::array &cache) {
 void register_writer(const mx::array &cache) {
   if (!cache.size()) return;
   const std::lock_guard<std::mutex> lock(pending.mutex);
-  if (pending.count.size() > MOST)
+  if (pending.count.size() > MAX_REMEMBERED)
     std::erase_if(pending.count, [](const auto &one) { return !one.second; });
   pending.count[cache.data<char>()]++;
 }

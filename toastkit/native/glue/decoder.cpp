@@ -54,7 +54,7 @@ void check_rest(const mx::array *const (&rest)[REST], const Sizes &of, int batch
     check(!one || one->dtype() == mx::float32, "numbers that are no float32");
   auto is = [&](int i, const mx::Shape &shape) { return !rest[i] || rest[i]->shape() == shape; };
   const mx::array &weight = *rest[0];
-  check(weight.ndim() == 3 && weight.shape(1) > 0 && weight.shape(1) <= MOST_KERNEL &&
+  check(weight.ndim() == 3 && weight.shape(1) > 0 && weight.shape(1) <= MAX_KERNEL &&
             is(0, {of.channels(), weight.shape(1), 1}) &&
             is(1, {batch, weight.shape(1) - 1, of.channels()}),
         "a convolution of another shape");

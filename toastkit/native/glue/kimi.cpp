@@ -158,7 +158,7 @@ Arrays kimi_layer(const mx::array &x, void **before, const toast_layer &is, int 
   Layer &layer = k.layer;
   layer.activation_bits = given.activation_bits;
   const mx::array &weight = rest_of(given, BEFORE_FACTOR);
-  check(weight.ndim() == 3 && weight.shape(1) > 0 && weight.shape(1) <= MOST_KERNEL,
+  check(weight.ndim() == 3 && weight.shape(1) > 0 && weight.shape(1) <= MAX_KERNEL,
         "a convolution of another shape");
   k.kernel = weight.shape(1);
   const int batch = x.shape(0), all = k.numbers();

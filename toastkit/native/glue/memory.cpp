@@ -16,7 +16,7 @@
 namespace toast {
 namespace {
 
-constexpr int64_t LEAST = 128 << 10;  // bytes from which malloc uses a mapping of its own
+constexpr int64_t MIN_MAPPED_BYTES = 128 << 10;  // bytes from which malloc uses a mapping of its own
 constexpr int64_t PAGE = 4096;        // alignment of arrays in files
 constexpr int64_t MOVED = 1 << 20;    // bytes from which an existing array moves onto huge pages
 constexpr int COLLAPSE = 25;          // MADV_COLLAPSE, since Linux 6.1
@@ -75,7 +75,7 @@ TOAST_API const char *toast_memory_array(void *out, int64_t rows, int64_t column
     toast::check(memory.dtype() == mx::uint8 && int64_t(memory.buffer_size()) >= whole,
                  "memory that is too small");
     char *first = static_cast<char *>(memory.buffer().raw_ptr());
-    if (!old && bytes >= toast::LEAST) toast::want_large_pages(first, whole, false);
+    if (!old && bytes >= toast::MIN_MAPPED_BYTES) toast::want_large_pages(first, whole, false);
     const int64_t lead = (at - reinterpret_cast<intptr_t>(first)) & (toast::PAGE - 1);
     mx::array placed(shape, mx::uint8, nullptr, {});
     placed.copy_shared_buffer(memory, memory.strides(), memory.flags(), bytes,

@@ -71,7 +71,7 @@ Mixer mixer_of(const toast_mixer &is, const mx::array *const (&with)[STEPS_WITH]
   for (auto one : with) check(!one || one->dtype() == mx::float32, "numbers that are no float32");
   const mx::array &weight = *with[CONVOLUTION];
   check(weight.ndim() == 3 && weight.shape(2) == 1 && weight.shape(1) > 0 &&
-            weight.shape(1) <= MOST_KERNEL,
+            weight.shape(1) <= MAX_KERNEL,
         "a convolution of another shape");
   const Mixer m = {is, weight.shape(0), weight.shape(1)};
   check(m.inner() > 0 && m.inner() % is.heads == 0, "a convolution of other channels");

@@ -22,7 +22,7 @@ namespace {
 const int64_t SYSTEM_PAGE = sysconf(_SC_PAGESIZE);
 
 // Half of the 65,530 mappings that Linux allows a process: allocators need some as well.
-constexpr int MOST_MAPS = 1 << 15;
+constexpr int MAX_MAPS = 1 << 15;
 
 int64_t pages(int64_t bytes) { return (bytes + SYSTEM_PAGE - 1) / SYSTEM_PAGE * SYSTEM_PAGE; }
 
@@ -66,7 +66,7 @@ class Region {
   int map(int64_t at, int64_t count, int fd, int64_t offset) {
     if (!has(at, count) || at % SYSTEM_PAGE || offset < 0 || offset % SYSTEM_PAGE) return EINVAL;
     if (!count) return 0;
-    if (maps + 1 > MOST_MAPS) return ENOMEM;
+    if (maps + 1 > MAX_MAPS) return ENOMEM;
     maps++, maps_++;
     const int flags = MAP_FIXED | MAP_PRIVATE | MAP_NORESERVE | (fd < 0 ? MAP_ANONYMOUS : 0);
     void *there = mmap(start_ + at, count, PROT_READ | PROT_WRITE, flags, fd, offset);

@@ -254,7 +254,7 @@ mx::array blended(const Arrays &inputs) {
 mx::array convolved(const mx::array &x, const mx::array &weight, const mx::array *bias, int silu) {
   check(x.ndim() == 3 && weight.ndim() == 3 && weight.shape(0) == x.shape(2) &&
             weight.shape(2) == 1 && x.shape(1) >= weight.shape(1) && weight.shape(1) > 0 &&
-            weight.shape(1) <= MOST_KERNEL,
+            weight.shape(1) <= MAX_KERNEL,
         "a convolution of another shape");
   check(!bias || (bias->shape() == mx::Shape{x.shape(2)} && bias->dtype() == weight.dtype()),
         "biases of another shape");

@@ -67,7 +67,7 @@ Arrays short_conv(const mx::array &x, const mx::array *before, const toast_layer
   add_head_projections(inputs, s.layer, given);
   const mx::array &weight = rest_of(given, WEIGHT);
   s.kernel = weight.ndim() == 3 ? weight.shape(1) : 0;
-  check(s.kernel > 1 && s.kernel <= MOST_KERNEL && weight.dtype() == mx::float32 &&
+  check(s.kernel > 1 && s.kernel <= MAX_KERNEL && weight.dtype() == mx::float32 &&
             weight.shape() == mx::Shape{columns, int(s.kernel), 1},
         "a convolution of another shape");
   inputs.push_back(weight);

@@ -253,7 +253,7 @@ int toast_gated_delta(const toast_delta *delta, float *y, float *after) {
 int toast_delta_layer_steps(const toast_delta_layer *layer, float *y, float *last, float *after) {
   const toast_delta_layer &l = *layer;
   if (l.key_heads <= 0 || l.value_heads % l.key_heads || l.key_size <= 0 || l.kernel <= 0 ||
-      l.kernel > toast::MOST_KERNEL)
+      l.kernel > toast::MAX_KERNEL)
     return 1;
   return toast::layer_steps(l, y, last, after);
 }

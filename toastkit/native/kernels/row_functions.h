@@ -270,7 +270,7 @@ INLINE F32 position_at(const toast_convolution &c, int64_t batch, int64_t t, int
 
 static void convolve_channels(const toast_convolution &c, int64_t batch, int64_t first,
                               int64_t end, void *out, int out_type) {
-  float weights[toast::MOST_KERNEL + 1][toast::CHANNEL_BLOCK];  // by position, then the bias
+  float weights[toast::MAX_KERNEL + 1][toast::CHANNEL_BLOCK];  // by position, then the bias
   for (int64_t i = 0; i < end - first; i++) {
     for (int64_t j = 0; j < c.kernel; j++)
       weights[j][i] = float_at(c.weight_type, c.weight, (first + i) * c.kernel + j);

@@ -256,7 +256,7 @@ int toast_convolve(const toast_convolution *convolution, void *out, int32_t out_
   using namespace toast;
   const toast_convolution &c = *convolution;
   const bool known = is_type(c.type) && is_type(c.weight_type) && is_type(out_type);
-  if (!known || c.kernel <= 0 || c.kernel > MOST_KERNEL) return 1;
+  if (!known || c.kernel <= 0 || c.kernel > MAX_KERNEL) return 1;
   const RowInstructions &code = *instructions().rows;
   const int64_t parts = (c.channels + CHANNEL_BLOCK - 1) / CHANNEL_BLOCK;
   share(c.batch * parts, CHANNEL_BLOCK * c.kernel * (c.length + 1),

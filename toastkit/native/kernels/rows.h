@@ -179,7 +179,7 @@ struct Exponentials {
 };
 constexpr float MIN_EXPONENT = -200;  // bound of d: exp(d) is 0 there, and d * exp(d) is 0, not NaN
 
-constexpr int MOST_KERNEL = 16, CHANNEL_BLOCK = 128;
+constexpr int MAX_KERNEL = 16, CHANNEL_BLOCK = 128;
 
 // The row kernels of one instruction set.
 struct RowInstructions {

@@ -19,7 +19,7 @@ from toastkit.native.modules.feed_forward import FeedForward
 from toastkit.native.modules.mixtures import Mixture, MixtureShape
 from toastkit.native.modules.norms import Norm
 from toastkit.native.modules.products import Linear, operands_of
-from toastkit.native.modules.recurrent import MOST_KERNEL, Convolution
+from toastkit.native.modules.recurrent import MAX_KERNEL, Convolution
 from toastkit.native.operands import Operands
 
 
@@ -60,7 +60,7 @@ def _is_plain(layer: Any, inputs: mx.array, cache: Any) -> bool:
     sharded."""
     weights = layer["conv1d"]["weight"], layer["A_log"], layer["dt_bias"], layer["norm"]["weight"]
     arrays = [inputs, *weights, *(state for state in (cache[0], cache[1]) if state is not None)]
-    plain = "bias" not in layer["conv1d"] and weights[0].shape[1] <= MOST_KERNEL
+    plain = "bias" not in layer["conv1d"] and weights[0].shape[1] <= MAX_KERNEL
     unsharded = getattr(layer, "sharding_group", None) is None
     return plain and unsharded and all(array.dtype == mx.float32 for array in arrays)
 
@@ -127,7 +127,7 @@ class Decoder(Layer):
         places = [*((norm, "weight") for norm in norms), (conv, "weight"), (rule, "A_log")]
         places += [(rule, "dt_bias"), (rule["norm"], "weight")]
         arrays = [module[key] for module, key in places]
-        if conv["weight"].shape[1] > MOST_KERNEL or any(a.dtype != mx.float32 for a in arrays):
+        if conv["weight"].shape[1] > MAX_KERNEL or any(a.dtype != mx.float32 for a in arrays):
             return None
         form: Any = type(network)._form if calls is FeedForward.__call__ else None
         if form is None and calls is not Mixture.__call__:

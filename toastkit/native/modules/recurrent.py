@@ -16,7 +16,7 @@ from toastkit.native.functions import Native, replaces, stands_for
 from toastkit.native.library import NONE, Library, in_use, need
 from toastkit.native.operations import fits, rms_norm, silu, swiglu
 
-MOST_KERNEL = 16  # width of a convolution, as the kernels have it
+MAX_KERNEL = 16  # width of a convolution, as the kernels have it
 
 DELTA = "mlx_lm.models.gated_delta"
 
@@ -130,7 +130,7 @@ class Convolution(Native):
         """True if it is depthwise, and as the kernels have it."""
         channels, kernel, each = self["weight"].shape
         kind = self.stride, self.padding, self.dilation, self.groups, each
-        return kind == (1, 0, 1, channels, 1) and kernel <= MOST_KERNEL
+        return kind == (1, 0, 1, channels, 1) and kernel <= MAX_KERNEL
 
 
 @replaces("nn.silu(module(x))")
