@@ -237,7 +237,7 @@ def test_a_disk_without_room_is_seen_before_anything_is_written(
     small = os.statvfs_result((4096, 4096, 300, 200, 200, 0, 0, 0, 0, 255))  # 200 blocks free
     monkeypatch.setattr(os, "statvfs", lambda path: small)
     written: list[int] = []
-    said = rf"^cannot {doing} /\S+/x.toast: no space left on device: [12].\d\d MB needed, 819 kB free$"
+    said = rf"^cannot {doing} /\S+/x.toast: no space left on device: \S+ MB needed, 819 kB free$"
     with pytest.raises(IOFailure, match=said):
         write(open_store(mixed), tmp_path / "x.toast", progress=lambda *done: written.append(1))
     assert not written and os.listdir(tmp_path) == []

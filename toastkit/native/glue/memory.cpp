@@ -16,7 +16,7 @@
 namespace toast {
 namespace {
 
-constexpr int64_t MIN_MAPPED_BYTES = 128 << 10;  // bytes from which malloc uses a mapping of its own
+constexpr int64_t MIN_MAPPED_BYTES = 128 << 10;  // from which malloc uses a mapping of its own
 constexpr int64_t PAGE = 4096;        // alignment of arrays in files
 constexpr int64_t MOVED = 1 << 20;    // bytes from which an existing array moves onto huge pages
 constexpr int COLLAPSE = 25;          // MADV_COLLAPSE, since Linux 6.1
