@@ -69,7 +69,7 @@ def in_parts() -> Iterator[None]:
 
 
 def _forget() -> None:
-    functions._forget()
+    functions._clear_caches()
     common.form_of.cache_clear()
     known.layer_of.cache_clear()
     replacing._under_its_name.cache_clear()

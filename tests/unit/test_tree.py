@@ -165,8 +165,9 @@ def names_in(path: Path) -> set[str]:
 
 
 def test_what_benchmarks_import_is_there() -> None:
-    """They are run by hand, some of them seldom."""
+    """And what they take of a module: they are run by hand, some of them seldom."""
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        modules: dict[str, Path] = {}
         for node in nodes_of(path):
             if not isinstance(node, ast.ImportFrom) or not node.module:
                 continue
@@ -177,9 +178,27 @@ def test_what_benchmarks_import_is_there() -> None:
             ours = node.module.startswith(("toastkit", "tests"))
             assert files or not ours, f"{relative(path)}: {node.module}"
             for alias in node.names if files else ():
-                module = (place / alias.name).with_suffix(".py").is_file()
+                module = (place / alias.name).with_suffix(".py")
+                if module.is_file():
+                    modules[alias.asname or alias.name] = module
                 where = f"{relative(path)}: {node.module}.{alias.name}"
-                assert module or alias.name in names_in(files[0]), where
+                assert module.is_file() or alias.name in names_in(files[0]), where
+        for name, taken in taken_of_modules(path):
+            assert name not in modules or taken in names_in(modules[name]), f"{path.name}: {taken}"
+
+
+def taken_of_modules(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (name, attribute) of what may be modules: in `name.attribute`, and as patch.object has
+    them."""
+    for node in nodes_of(path):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=taken):
+                yield name, taken
+            case ast.Call(
+                func=ast.Attribute(attr="object"),
+                args=[ast.Name(id=name), ast.Constant(value=str(taken)), *_],
+            ):
+                yield name, taken
 
 
 def module_level(path: Path) -> Iterator[str]:
