@@ -190,7 +190,7 @@ def test_what_benchmarks_import_is_there() -> None:
 def taken_of_modules(path: Path) -> Iterator[tuple[str, str]]:
     """Yield (name, attribute) of what may be modules: in `name.attribute`, and as patch.object has
     them."""
-    for node in nodes_of(path):
+    for node in ast.walk(tree_of(path)):
         match node:
             case ast.Attribute(value=ast.Name(id=name), attr=taken):
                 yield name, taken
