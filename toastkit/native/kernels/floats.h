@@ -141,9 +141,58 @@ static void multiply_block(const toast::Product &p, const toast::ExpertBatch &ba
   }
 }
 
+// One vector times N packed rows, dequantised in registers: to the bit as dot_products of rows that
+// dequantise_weights has stored. codes: of each row, (columns) bytes, `stride` apart.
+template <int N>
+INLINE void dot_packed(const toast_matrix &m, const float *a, int64_t row, const uint8_t *codes,
+                       int64_t stride, float *out) {
+  const int64_t groups = m.columns / m.group_size;
+  F32 sums[N] = {};
+  for (int64_t g = 0; g < groups; g++) {
+    F32 scales[N], biases[N];
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++) scale_and_bias(m, (row + j) * groups + g, scales[j], biases[j]);
+    for (int64_t k = g * m.group_size; k < (g + 1) * m.group_size; k += LANES) {
+      const F32 x = load<F32>(a + k);
+#pragma GCC unroll 8
+      for (int j = 0; j < N; j++) {
+        const F32 weights = multiply_add(from_u8(codes + j * stride + k), scales[j], biases[j]);
+        sums[j] = multiply_add(x, weights, sums[j]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < N; j++) out[j] = horizontal_sum(sums[j]);
+}
+
+// One vector times packed rows [first, end) of an expert. False if out of memory.
+static bool multiply_packed(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
+                            int64_t end) {
+  const toast_matrix &m = *p.matrix;
+  const uint32_t output = *batch.outputs;
+  const float *a = float_vector(p, p.vector ? p.vector[output] : output);
+  auto codes = static_cast<uint8_t *>(toast::scratch(toast::BYTES, TILE_N * m.columns));
+  if (!codes) return false;
+  float out[TILE_N];
+  for (int64_t n = first, count; n < end; n += count) {
+    count = end - n < TILE_N ? 1 : TILE_N;
+    const int64_t row = batch.expert * m.rows + n;
+    for (int64_t j = 0; j < count; j++)
+      unpack_bytes(m, row_at(m, row + j), codes + j * m.columns);
+    if (count == 1) {
+      dot_packed<1>(m, a, row, codes, m.columns, out);
+    } else {
+      dot_packed<TILE_N>(m, a, row, codes, m.columns, out);
+    }
+    for (int64_t j = 0; j < count; j++) put(p.out_type, p.out, output * m.rows + n + j, out[j]);
+  }
+  return true;
+}
+
 static bool multiply_floats(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                             int64_t end) {
   const toast_matrix &m = *p.matrix;
+  if (m.bits && batch.size == 1) return multiply_packed(p, batch, first, end);
   const int64_t row_stride = float_stride(m.columns);
   const int64_t stride = m.bits ? row_stride * 4 : row_bytes(m);
   const int block_rows = batch.size == 1 ? TILE_N : rows_per_block(stride);

@@ -37,6 +37,32 @@ INLINE void unpack_bits(const uint8_t *packed, int64_t columns, uint8_t *out) {
   }
 }
 
+#if defined(__AVX2__)
+// As unpack_bits of 2 or 4, 32 codes at a time: PDEP takes twice as long, on Zen 2 far longer.
+template <int BITS>
+INLINE void unpack_few_bits(const uint8_t *packed, int64_t columns, uint8_t *out) {
+  const __m128i mask = _mm_set1_epi8((1 << BITS) - 1);
+  for (int64_t k = 0; k < columns; k += 32, packed += 4 * BITS, out += 32) {
+    const __m128i from = BITS == 4 ? load<__m128i>(packed)
+                                   : _mm_loadl_epi64(reinterpret_cast<const __m128i *>(packed));
+    auto at = [&](int bit) { return _mm_and_si128(_mm_srli_epi16(from, bit), mask); };
+    __m128i low, high;
+    if constexpr (BITS == 4) {
+      low = _mm_unpacklo_epi8(at(0), at(4)), high = _mm_unpackhi_epi8(at(0), at(4));
+    } else {
+      const __m128i a = _mm_unpacklo_epi8(at(0), at(2)), b = _mm_unpacklo_epi8(at(4), at(6));
+      low = _mm_unpacklo_epi16(a, b), high = _mm_unpackhi_epi16(a, b);
+    }
+    store(out, low), store(out + 16, high);
+  }
+}
+#else
+template <int BITS>
+INLINE void unpack_few_bits(const uint8_t *packed, int64_t columns, uint8_t *out) {
+  unpack_bits<BITS>(packed, columns, out);
+}
+#endif
+
 // E2M1 codes become twice their value plus 12: integers from 0 on, which makes mxfp4 an affine
 // quantisation with half the scale and a bias of -12 such scales.
 alignas(16) constexpr uint8_t E2M1_CODES[16] = {12, 13, 14, 15, 16, 18, 20, 24,
@@ -59,10 +85,10 @@ INLINE void decode_e2m1(uint8_t *bytes, int64_t columns) {
 // A packed row to a byte per code. columns: a multiple of 32.
 INLINE void unpack_bytes(const toast_matrix &m, const uint8_t *row, uint8_t *out) {
   switch (m.bits) {
-    case 2: return unpack_bits<2>(row, m.columns, out);
+    case 2: return unpack_few_bits<2>(row, m.columns, out);
     case 3: return unpack_bits<3>(row, m.columns, out);
     case 4:
-      unpack_bits<4>(row, m.columns, out);
+      unpack_few_bits<4>(row, m.columns, out);
       return m.type == TOAST_E8M0 ? decode_e2m1(out, m.columns) : void();
     case 5: return unpack_bits<5>(row, m.columns, out);
     case 6: return unpack_bits<6>(row, m.columns, out);
@@ -82,6 +108,12 @@ INLINE F32 scales_at(const toast_matrix &m, const void *numbers, int64_t at, int
   return half_e8m0(__builtin_convertvector(bytes, U32));
 }
 
+// Those of group `at`, in all lanes.
+INLINE void scale_and_bias(const toast_matrix &m, int64_t at, F32 &scale, F32 &bias) {
+  scale = splat(scales_at(m, m.scales, at, 1)[0]), bias = scale * E2M1_BIAS;
+  if (m.type != TOAST_E8M0) bias = splat(scales_at(m, m.biases, at, 1)[0]);
+}
+
 // Dequantises a row to float32, zero-padded to a multiple of LANES. bytes: scratch, (columns).
 INLINE void dequantise_weights(const toast_matrix &m, int64_t row, uint8_t *bytes, float *out) {
   const uint8_t *from = row_at(m, row);
@@ -93,9 +125,8 @@ INLINE void dequantise_weights(const toast_matrix &m, int64_t row, uint8_t *byte
   unpack_bytes(m, from, bytes);
   const int64_t groups = m.columns / m.group_size;
   for (int64_t g = 0; g < groups; g++) {
-    const int64_t at = row * groups + g;
-    F32 scale = splat(scales_at(m, m.scales, at, 1)[0]), bias = scale * E2M1_BIAS;
-    if (m.type != TOAST_E8M0) bias = splat(scales_at(m, m.biases, at, 1)[0]);
+    F32 scale, bias;
+    scale_and_bias(m, row * groups + g, scale, bias);
     for (int64_t k = g * m.group_size; k < (g + 1) * m.group_size; k += LANES)
       store(out + k, multiply_add(from_u8(bytes + k), scale, bias));
   }
