@@ -142,13 +142,16 @@ static void multiply_block(const toast::Product &p, const toast::ExpertBatch &ba
 }
 
 // One vector times N packed rows, dequantised in registers: to the bit as dot_products of rows that
-// dequantise_weights has stored. codes: of each row, (columns) bytes, `stride` apart.
+// dequantise_weights has stored. codes: of each row, (columns) bytes, `stride` apart. Prefetches
+// the next N rows.
 template <int N>
 INLINE void dot_packed(const toast_matrix &m, const float *a, int64_t row, const uint8_t *codes,
                        int64_t stride, float *out) {
-  const int64_t groups = m.columns / m.group_size;
+  const int64_t groups = m.columns / m.group_size, bytes = N * m.group_size * m.bits / 8;
+  const uint8_t *next = row_at(m, row + N), *due = next;
   F32 sums[N] = {};
   for (int64_t g = 0; g < groups; g++) {
+    for (due += bytes; next < due; next += 64) prefetch(next);
     F32 scales[N], biases[N];
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++) scale_and_bias(m, (row + j) * groups + g, scales[j], biases[j]);
