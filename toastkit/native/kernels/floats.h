@@ -14,6 +14,7 @@ constexpr int REGISTERS = 32;
 constexpr int REGISTERS = 16;
 #endif
 constexpr int MAX_VECTORS = REGISTERS == 32 ? 6 : 4;  // vectors (M) per micro-kernel
+constexpr int MAX_IN_REGISTERS = 4;  // vectors that meet packed rows as these are dequantised
 constexpr int64_t BLOCK_BYTES = 256 << 10;  // of rows that all vectors of a batch meet while cached
 constexpr int MAX_BLOCK_ROWS = 16;                    // a multiple of TILE_N
 
@@ -141,61 +142,74 @@ static void multiply_block(const toast::Product &p, const toast::ExpertBatch &ba
   }
 }
 
-// One vector times N packed rows, dequantised in registers: to the bit as dot_products of rows that
+// M vectors times N packed rows, dequantised in registers: to the bit as dot_products of rows that
 // dequantise_weights has stored. codes: of each row, (columns) bytes, `stride` apart. Prefetches
 // the next N rows.
-template <int N>
-INLINE void dot_packed(const toast_matrix &m, const float *a, int64_t row, const uint8_t *codes,
-                       int64_t stride, float *out) {
+template <int M, int N>
+INLINE void dot_packed(const toast_matrix &m, const float *const *a, int64_t row,
+                       const uint8_t *codes, int64_t stride, float (*out)[N]) {
   const int64_t groups = m.columns / m.group_size, bytes = N * m.group_size * m.bits / 8;
   const uint8_t *next = row_at(m, row + N), *due = next;
-  F32 sums[N] = {};
+  F32 sums[M][N] = {};
   for (int64_t g = 0; g < groups; g++) {
     for (due += bytes; next < due; next += 64) prefetch(next);
     F32 scales[N], biases[N];
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++) scale_and_bias(m, (row + j) * groups + g, scales[j], biases[j]);
     for (int64_t k = g * m.group_size; k < (g + 1) * m.group_size; k += LANES) {
-      const F32 x = load<F32>(a + k);
 #pragma GCC unroll 8
       for (int j = 0; j < N; j++) {
         const F32 weights = multiply_add(from_u8(codes + j * stride + k), scales[j], biases[j]);
-        sums[j] = multiply_add(x, weights, sums[j]);
+#pragma GCC unroll 4
+        for (int i = 0; i < M; i++)
+          sums[i][j] = multiply_add(load<F32>(a[i] + k), weights, sums[i][j]);
       }
     }
   }
 #pragma GCC unroll 8
-  for (int j = 0; j < N; j++) out[j] = horizontal_sum(sums[j]);
+  for (int i = 0; i < M; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++) out[i][j] = horizontal_sum(sums[i][j]);
 }
 
-// One vector times packed rows [first, end) of an expert. False if out of memory.
+// Unpacks N rows from row `first` of an expert, and multiplies a batch of M vectors by them.
+template <int M, int N>
+INLINE void multiply_unpacked(const toast::Product &p, const toast::ExpertBatch &batch,
+                              int64_t first, uint8_t *codes) {
+  const toast_matrix &m = *p.matrix;
+  const int64_t row = batch.expert * m.rows + first;
+  const float *vectors[M];
+  float out[M][N];
+  for (int i = 0; i < M; i++)
+    vectors[i] = float_vector(p, p.vector ? p.vector[batch.outputs[i]] : batch.outputs[i]);
+  for (int j = 0; j < N; j++) unpack_bytes(m, row_at(m, row + j), codes + j * m.columns);
+  dot_packed<M, N>(m, vectors, row, codes, m.columns, out);
+  for (int i = 0; i < M; i++)
+    for (int j = 0; j < N; j++)
+      put(p.out_type, p.out, batch.outputs[i] * m.rows + first + j, out[i][j]);
+}
+
+// M vectors times packed rows [first, end) of an expert. False if out of memory.
+template <int M>
 static bool multiply_packed(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                             int64_t end) {
-  const toast_matrix &m = *p.matrix;
-  const uint32_t output = *batch.outputs;
-  const float *a = float_vector(p, p.vector ? p.vector[output] : output);
-  auto codes = static_cast<uint8_t *>(toast::scratch(toast::BYTES, TILE_N * m.columns));
+  constexpr int N = TILE_N;
+  const int64_t columns = p.matrix->columns;
+  auto codes = static_cast<uint8_t *>(toast::scratch(toast::BYTES, N * columns));
   if (!codes) return false;
-  float out[TILE_N];
-  for (int64_t n = first, count; n < end; n += count) {
-    count = end - n < TILE_N ? 1 : TILE_N;
-    const int64_t row = batch.expert * m.rows + n;
-    for (int64_t j = 0; j < count; j++)
-      unpack_bytes(m, row_at(m, row + j), codes + j * m.columns);
-    if (count == 1) {
-      dot_packed<1>(m, a, row, codes, m.columns, out);
-    } else {
-      dot_packed<TILE_N>(m, a, row, codes, m.columns, out);
-    }
-    for (int64_t j = 0; j < count; j++) put(p.out_type, p.out, output * m.rows + n + j, out[j]);
-  }
+  for (; first + N <= end; first += N) multiply_unpacked<M, N>(p, batch, first, codes);
+  for (; first < end; first++) multiply_unpacked<M, 1>(p, batch, first, codes);
   return true;
 }
 
 static bool multiply_floats(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                             int64_t end) {
   const toast_matrix &m = *p.matrix;
-  if (m.bits && batch.size == 1) return multiply_packed(p, batch, first, end);
+  if (m.bits && batch.size <= MAX_IN_REGISTERS)
+    return (batch.size == 1   ? multiply_packed<1>
+            : batch.size == 2 ? multiply_packed<2>
+            : batch.size == 3 ? multiply_packed<3>
+                              : multiply_packed<4>)(p, batch, first, end);
   const int64_t row_stride = float_stride(m.columns);
   const int64_t stride = m.bits ? row_stride * 4 : row_bytes(m);
   const int block_rows = batch.size == 1 ? TILE_N : rows_per_block(stride);
