@@ -6,7 +6,6 @@
 
 namespace {
 
-constexpr int64_t LINE = 64;        // bytes per cache line
 constexpr int64_t BLOCK_KEYS = 32;  // keys whose values all queries meet while cached
 constexpr int64_t KEYS_AHEAD = 64;  // prefetch distance in keys, with one head
 
@@ -40,27 +39,6 @@ struct RowPrefetch {
       at += left < LINE ? left : LINE;
       if (at >= row) at -= row, from += apart;
     }
-  }
-};
-
-// Prefetches memory that is needed next while something else is computed: evenly, to keep memory
-// busy but not saturated. No line is requested twice, as hits in L2 take L1's request slots too.
-struct PacedPrefetch {
-  const char *next, *due;
-  int64_t bytes;  // per fetch
-
-  // times: number of calls of `fetch`.
-  static PacedPrefetch over(const char *from, int64_t bytes, int64_t times) {
-    return {from, from, (bytes + times - 1) / times};
-  }
-
-  void fetch() {  // three lines at most
-    due += bytes;
-    for (int i = 0; i < 3 && next < due; i++, next += LINE) prefetch(next);
-  }
-
-  void fetch(int64_t times) {  // as so many calls, without that limit
-    for (due += times * bytes; next < due; next += LINE) prefetch(next);
   }
 };
 

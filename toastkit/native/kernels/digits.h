@@ -19,7 +19,6 @@
 
 #include <utility>
 
-#include "prefetch.h"
 #include "unpack.h"
 
 namespace {

@@ -96,18 +96,27 @@ struct Rows {
   int64_t stride, first, end;
 };
 
-// M vectors times the next N rows.
-template <int TYPE, int M, int N>
-INLINE void micro_kernel(const toast::Product &p, const uint32_t *outputs, const Rows &rows) {
-  const toast_matrix &m = *p.matrix;
+// Puts M vectors times rows first .. first + N of an expert in their places. dots(vectors, out):
+// out[i][j] = vectors[i] . row j.
+template <int M, int N, class Dots>
+INLINE void put_tile(const toast::Product &p, const uint32_t *outputs, int64_t first,
+                     const Dots &dots) {
   const float *vectors[M];
   float out[M][N];
   for (int i = 0; i < M; i++)
     vectors[i] = float_vector(p, p.vector ? p.vector[outputs[i]] : outputs[i]);
-  dot_products<TYPE, M, N>(vectors, rows.data, rows.stride, m.columns, out);
+  dots(vectors, out);
   for (int i = 0; i < M; i++)
     for (int j = 0; j < N; j++)
-      put(p.out_type, p.out, outputs[i] * m.rows + rows.first + j, out[i][j]);
+      put(p.out_type, p.out, outputs[i] * p.matrix->rows + first + j, out[i][j]);
+}
+
+// M vectors times the next N rows.
+template <int TYPE, int M, int N>
+INLINE void micro_kernel(const toast::Product &p, const uint32_t *outputs, const Rows &rows) {
+  put_tile<M, N>(p, outputs, rows.first, [&](const float *const *vectors, float (*out)[N]) {
+    dot_products<TYPE, M, N>(vectors, rows.data, rows.stride, p.matrix->columns, out);
+  });
 }
 
 // M vectors times all rows, N at a time: as many as leave registers for M * N accumulators, N rows
@@ -143,23 +152,23 @@ static void multiply_block(const toast::Product &p, const toast::ExpertBatch &ba
 }
 
 // M vectors times N packed rows, dequantised in registers: to the bit as dot_products of rows that
-// dequantise_weights has stored. codes: of each row, (columns) bytes, `stride` apart. Prefetches
-// the next N rows.
+// dequantise_weights has stored. codes: (N, columns), a byte each. Prefetches the next N rows.
 template <int M, int N>
 INLINE void dot_packed(const toast_matrix &m, const float *const *a, int64_t row,
-                       const uint8_t *codes, int64_t stride, float (*out)[N]) {
-  const int64_t groups = m.columns / m.group_size, bytes = N * m.group_size * m.bits / 8;
-  const uint8_t *next = row_at(m, row + N), *due = next;
+                       const uint8_t *codes, float (*out)[N]) {
+  const int64_t groups = m.columns / m.group_size;
+  auto next = reinterpret_cast<const char *>(row_at(m, row + N));
+  auto ahead = PacedPrefetch::over(next, N * row_bytes(m), groups ? groups : 1);
   F32 sums[M][N] = {};
   for (int64_t g = 0; g < groups; g++) {
-    for (due += bytes; next < due; next += 64) prefetch(next);
+    ahead.fetch(1);
     F32 scales[N], biases[N];
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++) scale_and_bias(m, (row + j) * groups + g, scales[j], biases[j]);
     for (int64_t k = g * m.group_size; k < (g + 1) * m.group_size; k += LANES) {
 #pragma GCC unroll 8
       for (int j = 0; j < N; j++) {
-        const F32 weights = multiply_add(from_u8(codes + j * stride + k), scales[j], biases[j]);
+        const F32 weights = multiply_add(from_u8(codes + j * m.columns + k), scales[j], biases[j]);
 #pragma GCC unroll 4
         for (int i = 0; i < M; i++)
           sums[i][j] = multiply_add(load<F32>(a[i] + k), weights, sums[i][j]);
@@ -178,24 +187,20 @@ INLINE void multiply_unpacked(const toast::Product &p, const toast::ExpertBatch 
                               int64_t first, uint8_t *codes) {
   const toast_matrix &m = *p.matrix;
   const int64_t row = batch.expert * m.rows + first;
-  const float *vectors[M];
-  float out[M][N];
-  for (int i = 0; i < M; i++)
-    vectors[i] = float_vector(p, p.vector ? p.vector[batch.outputs[i]] : batch.outputs[i]);
   for (int j = 0; j < N; j++) unpack_bytes(m, row_at(m, row + j), codes + j * m.columns);
-  dot_packed<M, N>(m, vectors, row, codes, m.columns, out);
-  for (int i = 0; i < M; i++)
-    for (int j = 0; j < N; j++)
-      put(p.out_type, p.out, batch.outputs[i] * m.rows + first + j, out[i][j]);
+  put_tile<M, N>(p, batch.outputs, first, [&](const float *const *vectors, float (*out)[N]) {
+    dot_packed<M, N>(m, vectors, row, codes, out);
+  });
 }
 
-// M vectors times packed rows [first, end) of an expert. False if out of memory.
+// M vectors at most times packed rows [first, end) of an expert. False if out of memory.
 template <int M>
 static bool multiply_packed(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                             int64_t end) {
+  if constexpr (M > 1)
+    if (batch.size < M) return multiply_packed<M - 1>(p, batch, first, end);
   constexpr int N = TILE_N;
-  const int64_t columns = p.matrix->columns;
-  auto codes = static_cast<uint8_t *>(toast::scratch(toast::BYTES, N * columns));
+  auto codes = static_cast<uint8_t *>(toast::scratch(toast::BYTES, N * p.matrix->columns));
   if (!codes) return false;
   for (; first + N <= end; first += N) multiply_unpacked<M, N>(p, batch, first, codes);
   for (; first < end; first++) multiply_unpacked<M, 1>(p, batch, first, codes);
@@ -206,10 +211,7 @@ static bool multiply_floats(const toast::Product &p, const toast::ExpertBatch &b
                             int64_t end) {
   const toast_matrix &m = *p.matrix;
   if (m.bits && batch.size <= MAX_IN_REGISTERS)
-    return (batch.size == 1   ? multiply_packed<1>
-            : batch.size == 2 ? multiply_packed<2>
-            : batch.size == 3 ? multiply_packed<3>
-                              : multiply_packed<4>)(p, batch, first, end);
+    return multiply_packed<MAX_IN_REGISTERS>(p, batch, first, end);
   const int64_t row_stride = float_stride(m.columns);
   const int64_t stride = m.bits ? row_stride * 4 : row_bytes(m);
   const int block_rows = batch.size == 1 ? TILE_N : rows_per_block(stride);

@@ -16,29 +16,8 @@ INLINE const uint8_t *row_at(const toast_matrix &m, int64_t row) {
   return static_cast<const uint8_t *>(m.weight) + row * row_bytes(m);
 }
 
-// A packed row is a little-endian bit string, the first code in the lowest bits: eight codes fill
-// BITS bytes.
-template <int BITS>
-INLINE void unpack_bits(const uint8_t *packed, int64_t columns, uint8_t *out) {
-  constexpr uint64_t ONES = 0x0101010101010101u * ((1u << BITS) - 1);
-  for (int64_t k = 0; k < columns; k += 8, packed += BITS, out += 8) {
-    uint64_t bits = 0, bytes = 0;
-    if ((columns - k) * BITS >= 64) {  // bits beyond the eight codes are masked below
-      memcpy(&bits, packed, 8);
-    } else {
-      memcpy(&bits, packed, BITS);
-    }
-#if defined(__BMI2__)
-    bytes = _pdep_u64(bits, ONES);
-#else
-    for (int i = 0; i < 8; i++) bytes |= (bits >> i * BITS) << i * 8 & ONES & 0xffull << i * 8;
-#endif
-    memcpy(out, &bytes, 8);
-  }
-}
-
 #if defined(__AVX2__)
-// As unpack_bits of 2 or 4, 32 codes at a time: PDEP takes twice as long, on Zen 2 far longer.
+// unpack_bits of 2 or 4, 32 codes at a time: PDEP takes twice as long, on Zen 2 far longer.
 template <int BITS>
 INLINE void unpack_few_bits(const uint8_t *packed, int64_t columns, uint8_t *out) {
   const __m128i mask = _mm_set1_epi8((1 << BITS) - 1);
@@ -56,12 +35,31 @@ INLINE void unpack_few_bits(const uint8_t *packed, int64_t columns, uint8_t *out
     store(out, low), store(out + 16, high);
   }
 }
-#else
-template <int BITS>
-INLINE void unpack_few_bits(const uint8_t *packed, int64_t columns, uint8_t *out) {
-  unpack_bits<BITS>(packed, columns, out);
-}
 #endif
+
+// A packed row is a little-endian bit string, the first code in the lowest bits: eight codes fill
+// BITS bytes. columns: a multiple of 32.
+template <int BITS>
+INLINE void unpack_bits(const uint8_t *packed, int64_t columns, uint8_t *out) {
+#if defined(__AVX2__)
+  if constexpr (BITS == 2 || BITS == 4) return unpack_few_bits<BITS>(packed, columns, out);
+#endif
+  constexpr uint64_t ONES = 0x0101010101010101u * ((1u << BITS) - 1);
+  for (int64_t k = 0; k < columns; k += 8, packed += BITS, out += 8) {
+    uint64_t bits = 0, bytes = 0;
+    if ((columns - k) * BITS >= 64) {  // bits beyond the eight codes are masked below
+      memcpy(&bits, packed, 8);
+    } else {
+      memcpy(&bits, packed, BITS);
+    }
+#if defined(__BMI2__)
+    bytes = _pdep_u64(bits, ONES);
+#else
+    for (int i = 0; i < 8; i++) bytes |= (bits >> i * BITS) << i * 8 & ONES & 0xffull << i * 8;
+#endif
+    memcpy(out, &bytes, 8);
+  }
+}
 
 // E2M1 codes become twice their value plus 12: integers from 0 on, which makes mxfp4 an affine
 // quantisation with half the scale and a bias of -12 such scales.
@@ -85,10 +83,10 @@ INLINE void decode_e2m1(uint8_t *bytes, int64_t columns) {
 // A packed row to a byte per code. columns: a multiple of 32.
 INLINE void unpack_bytes(const toast_matrix &m, const uint8_t *row, uint8_t *out) {
   switch (m.bits) {
-    case 2: return unpack_few_bits<2>(row, m.columns, out);
+    case 2: return unpack_bits<2>(row, m.columns, out);
     case 3: return unpack_bits<3>(row, m.columns, out);
     case 4:
-      unpack_few_bits<4>(row, m.columns, out);
+      unpack_bits<4>(row, m.columns, out);
       return m.type == TOAST_E8M0 ? decode_e2m1(out, m.columns) : void();
     case 5: return unpack_bits<5>(row, m.columns, out);
     case 6: return unpack_bits<6>(row, m.columns, out);
