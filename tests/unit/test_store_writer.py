@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from toastkit.errors import BusyError, CannotCreateError, DataError, NoInputError
 from toastkit.model.safetensors import ITEM_BYTES, read_header
 from toastkit.model.toast_format import CHECKSUMS_KEY, PAD_PREFIX, PAGE, new_digest
+from toastkit.private_files import pwrite_all
 from toastkit.store import writer as writer_module
 from toastkit.store.partial import Partial
 from toastkit.store.writer import Planned, TensorWriter
@@ -87,16 +89,33 @@ def test_what_is_planned_is_in_the_file(tmp_path: Path) -> None:
         max_size=12,
     ),
     piece=st.integers(1, 5000),
+    block=st.integers(1, 8192),
 )
-def test_any_plan(tmp_path_factory: pytest.TempPathFactory, shapes: list, piece: int) -> None:
+def test_any_plan_in_whole_blocks(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list, piece: int, block: int
+) -> None:
     plan = [
         Planned(f"t{i}.ä\n{i % 3}", dtype, tuple(shape), f"layer.{i // 4}", aligned)
         for i, (dtype, shape, aligned) in enumerate(shapes)
         if len(shape) < 3
     ]
     path = tmp_path_factory.mktemp("any") / "x.safetensors"
-    write(path, plan, piece)
+    spans: list[tuple[int, int]] = []
+
+    def noted(fd: int, data: memoryview, offset: int) -> None:
+        spans.append((offset, offset + len(data)))
+        pwrite_all(fd, data, offset)
+
+    with (
+        mock.patch.object(writer_module, "BLOCK_BYTES", block),
+        mock.patch.object(writer_module, "pwrite_all", noted),
+    ):
+        write(path, plan, piece)
     check(path, plan)
+    *blocks, (first, _) = spans
+    assert first == 0  # of the header, which comes last
+    assert [start for start, _ in blocks] == [0, *(stop for _, stop in blocks)][: len(blocks)]
+    assert not any(start % block for start, _ in blocks)
 
 
 def test_other_readers_open_it(tmp_path: Path) -> None:
