@@ -19,7 +19,7 @@ from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.policy import Wish
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
-from toastkit.store import reader
+from toastkit.store import reader, waiting
 from toastkit.store.jobs import Job
 from toastkit.store.ledger import READING
 from toastkit.store.raw import RawTensors
@@ -77,7 +77,9 @@ class Gate:
 
 
 @pytest.fixture
-def gate(llama: Path) -> Gate:
+def gate(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """One tensor is read at a time."""
+    monkeypatch.setattr(waiting, "RUN_BYTES", 0)
     return Gate(RawTensors(locate(str(llama))))
 
 
@@ -166,6 +168,30 @@ def test_what_lies_together_in_memory_is_shared(gate: Gate) -> None:
     gate.wait(3)
     gate.open()
     assert set(request.result()) == set(gate.order) == set(a)
+    reader.close()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("limit", ["run", "room", None])
+def test_what_lies_together_is_read_together(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, limit: str | None, cached: bool
+) -> None:
+    """Up to RUN_BYTES, and what there is room for; in order, and each tensor gets its own."""
+    gate.cached = cached
+    a, _, jobs = two_runs(gate)
+    two = jobs[a[0]].nbytes + jobs[a[1]].nbytes
+    monkeypatch.setattr(waiting, "RUN_BYTES", two if limit == "run" else 4 << 20)
+    reader = Reader(gate, threads=1, ahead_bytes=two if limit == "room" else 1 << 30)
+    before = ask(reader, jobs, [a[2]]) if limit is None else None  # then it is not read twice
+    request = ask(reader, jobs, a, AHEAD)
+    gate.wait()
+    gate.open()
+    found, stored = request.result(), gate.raw.load()
+    assert gate.order == ([a[2], a[0]] if before else [a[0], a[2]])
+    assert all(same(found[name], stored[name]) for name in a)
+    if before:
+        before.result()
+    assert (reader.held_bytes, reader.bytes_read) == (0, sum(jobs[n].nbytes for n in a))
     reader.close()
 
 

@@ -89,11 +89,12 @@ def test_a_pass_that_fails_leaves_the_state_as_it_was(
 def test_a_prompt_that_fails_half_way_can_be_read_on(disk: Disk) -> None:
     engine = streaming()
     wanted = answer(engine)
+    reads = in_turn(engine, read_prompt(engine), NEXT[0], disk)
     state = ModelState(engine.new_cache())
     passes = engine.reading(state, PROMPT, lambda: 16)
     next(passes)
     engine.holdings.streams.forget_ahead()
-    disk.left = 20
+    disk.left = reads // 2
     with pytest.raises(IOFailure):
         next(passes)
     disk.left = None

@@ -16,6 +16,7 @@ from toastkit.store.jobs import Filling, Job
 from toastkit.store.raw import RawTensors, Span
 
 NOW, AHEAD = 0, 1  # priorities
+RUN_BYTES = 4 << 20  # that a thread takes of a run, to read with one system call
 
 
 class Run:
@@ -138,12 +139,22 @@ def find_runs(flights: Iterable[Flight]) -> None:
 def _taken(
     waiting: OrderedDict[Flight, None], first: Flight, room: int | None = None
 ) -> list[Flight]:
-    """Take a flight from the queue, with all that interleave with it if they fit into `room`."""
-    found = [first]
+    """Take a flight from the queue, with all that interleave with it if they fit into `room`; or
+    with those that follow it in its run, as far as they do, and RUN_BYTES at most."""
+    found, left = [first], RUN_BYTES if room is None else min(room, RUN_BYTES)
     if first.job.inside is not None:
         found += [f for f in waiting if f is not first and f.job.inside == first.job.inside]
-    if room is not None and sum(flight.held for flight in found) > room:
-        found = [first]
+        if room is not None and sum(flight.held for flight in found) > room:
+            found = [first]
+    elif first.run is not None:
+        left -= first.nbytes
+        for flight in waiting:
+            if flight is first or flight.run is not first.run or flight.job.inside is not None:
+                continue
+            left -= flight.nbytes
+            if left < 0:
+                break
+            found.append(flight)
     for flight in found:
         del waiting[flight]
     return found
