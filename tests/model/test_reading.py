@@ -143,25 +143,9 @@ def two_runs(gate: Gate) -> tuple[list[str], list[str], dict[str, Job]]:
     return names[:3], names[5:8], jobs
 
 
-@pytest.mark.parametrize("priority", [NOW, AHEAD])
-def test_from_a_disk_a_thread_reads_what_lies_together(gate: Gate, priority: int) -> None:
-    """In its order; another one begins elsewhere, and who waits does not join in."""
-    gate.cached = False
-    a, b, jobs = two_runs(gate)
-    reader = Reader(gate, threads=3)
-    request = ask(reader, jobs, [b[2], a[1], b[0], a[0], a[2], b[1]], priority)
-    gate.wait(2)
-    assert not gate.began.acquire(timeout=0.05)
-    assert sorted(gate.order) == sorted([a[0], b[0]])
-    gate.open()
-    found = request.result()
-    assert [n for n in gate.order if n in a] == a and [n for n in gate.order if n in b] == b
-    stored = gate.raw.load()
-    assert all(same(found[name], stored[name]) for name in found)
-    reader.close()
-
-
-def test_what_lies_together_in_memory_is_shared(gate: Gate) -> None:
+@pytest.mark.parametrize("cached", [True, False])
+def test_threads_share_what_lies_together(gate: Gate, cached: bool) -> None:
+    gate.cached = cached
     a, _, jobs = two_runs(gate)
     reader = Reader(gate, threads=3)
     request = ask(reader, jobs, a, AHEAD)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from operator import itemgetter
 from typing import Any
 
@@ -49,7 +48,7 @@ class Reader:
         lock = threading.RLock()
         self._work, self._done = threading.Condition(lock), threading.Condition(lock)
         self._flights: dict[Job | Filling, Flight] = {}
-        self._queue = ReadQueue(raw, self._work.notify)
+        self._queue = ReadQueue(self._work.notify)
         self._running: set[threading.Thread] = set()
         self._idle = 0
         # Arrays are initialised from these: untouched pages, which take no memory.
@@ -122,7 +121,6 @@ class Reader:
                     self._perform(flights)
                     del flights  # and their arrays
                     continue
-                self._queue.leave_run()
                 self._idle += 1
                 woken = self._work.wait(IDLE_SECONDS)
                 self._idle -= 1
@@ -289,8 +287,7 @@ class Reader:
     def take(self, flights: Iterable[Flight]) -> list[Any]:
         """Wait for all, reading meanwhile. Raises the first error among them."""
         flights = list(flights)
-        with self._done, ExitStack() as stack:
-            stack.callback(self._queue.leave_run)
+        with self._done:
             self._queue.hurry(set(flights))
             arrays = []
             for flight in flights:
@@ -298,7 +295,6 @@ class Reader:
                     if found := self._queue.take_now():  # read instead of waiting
                         self._perform(found)
                     else:
-                        self._queue.leave_run()
                         self._done.wait()
                 if flight.outcome is None or isinstance(flight.outcome, BaseException):
                     raise flight.outcome or CancelledError("the files are closed")
