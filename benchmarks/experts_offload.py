@@ -370,6 +370,8 @@ def main() -> None:
     kept: dict[str, dict] = {}
     if options.json is not None and options.json.exists():
         kept = json.loads(options.json.read_text())
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         if not options.tables:
             model = Model(options, options.folder or Path(folder))

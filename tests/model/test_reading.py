@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -274,6 +276,37 @@ def test_closing_ends_it(gate: Gate) -> None:
     assert len(gate.order) == 3 and set(threading.enumerate()) <= before
     with pytest.raises(CancelledError):
         ask(reader, jobs, jobs)
+
+
+UNCLOSED = """
+import sys, types
+from toastkit.store.jobs import Job
+from toastkit.store.reader import Reader
+from toastkit.store.raw import Span
+from toastkit.store.waiting import AHEAD
+
+def fill(wanted, stopped, short_calls):
+    began.set()
+    while not stopped():
+        pass
+    print("stopped")
+    return 0
+
+import threading
+from pathlib import Path
+began = threading.Event()
+reader = Reader(types.SimpleNamespace(fill=fill, cached=False))
+request = reader.request({0: Job((Span(Path("x"), 0, 8),), "U8", (8,))}, dict, AHEAD)
+began.wait()
+"""
+
+
+def test_a_program_that_ends_without_closing_stops_reading() -> None:
+    """A thread that was in MLX as Python ended aborted the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", UNCLOSED], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "stopped\n", "")
 
 
 # ------------------------------------------------------------------------------------- of a store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -28,7 +29,15 @@ class Job:
     widened: bool = False
     inside: Any = field(default=None, compare=False)
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept: a layer that is streamed is looked up in every step."""
+        return hash((self.spans, self.shape, self.widened))
+
+    @cached_property
     def stored_bytes(self) -> int:
         """Size in bytes in the files."""
         return sum(span.stop - span.start for span in self.spans)

@@ -7,8 +7,11 @@ starts anew if requested again.
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -27,6 +30,8 @@ THREADS = 3
 LITTLE_BYTES = 32 << 20
 WIDENED_BYTES = 1 << 20  # of the file at a time
 IDLE_SECONDS = 5.0  # before an idle thread ends; the next request starts one
+_open: weakref.WeakSet[Reader] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_open.clear)  # it has no such threads
 
 
 class Reader:
@@ -56,6 +61,7 @@ class Reader:
         self._own = threading.local()
         self._spare: list[mx.array] = []  # returned memory, least recently used first
         self._closed = False
+        _open.add(self)
         # Allocates memory to read into, see Library.memory; None: MLX does.
         self.make_memory: Callable[[int, int, int, mx.array | None], mx.array] | None = None
 
@@ -344,6 +350,7 @@ class Reader:
     def close(self) -> None:
         """Drop what has not begun, stop what has, and join the threads. Idempotent; whoever waits
         for a result gets CancelledError."""
+        _open.discard(self)
         with self._work:
             self._closed = True
             running = list(self._running)
@@ -351,6 +358,13 @@ class Reader:
             self._done.notify_all()
         for thread in running:
             thread.join()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Stop reading before Python ends: a thread that was in MLX then would end the process."""
+    for reader in list(_open):
+        reader.close()
 
 
 def _on_device(made: Any) -> Any:

@@ -52,6 +52,8 @@ from toastkit.store.tied import has_own_head, untied
 from toastkit.store.waiting import NOW
 from toastkit.text.exact_numbers import counted
 
+MAX_KNOWN_READS = 1024  # sets of names
+
 
 class Store:
     """The weights of one checkpoint. A tensor has its stored dtype and shape: (rows, columns) of a
@@ -74,6 +76,7 @@ class Store:
         self._raw = RawTensors(files)
         self.mapping: MappedFiles | None = None
         self.reader = Reader(self._raw)
+        self._known_reads: dict[tuple, tuple[dict, dict]] = {}
         try:
             tensors = self._survey()
             if self.quantization is not None:
@@ -208,20 +211,34 @@ class Store:
         unchanged; the others keep the stored dtype. mapped: names that need not be read, see
         `can_map`. lazy: the caller evaluates the result."""
         self._unread = None
-        origins, arrays = {name: self._origin(name) for name in names}, {}
+        names, arrays = list(names), {}
         if self.mapping is not None:
-            arrays = self.mapping.arrays({n: self.source(n) for n in origins if n in mapped})
-            origins = {name: origin for name, origin in origins.items() if name not in arrays}
-        jobs: dict[Any, Job] = {}
-        for name, origin in origins.items():
-            if isinstance(origin, Made):
-                jobs.update((Stored(part), self._rows.job(Stored(part))) for part in origin.parts)
-            elif origin is not None:
-                job = self._rows.job(origin)
-                widened = job.dtype in WIDENED and name in widen
-                jobs[name] = replace(job, widened=widened)
+            arrays = self.mapping.arrays({n: self.source(n) for n in names if n in mapped})
+            names = [name for name in names if name not in arrays]
+        origins, jobs = self._reads(tuple(names), frozenset(n for n in names if n in widen))
         finish = partial(self._finish, origins, arrays, lazy)
         return self.reader.request(jobs, finish, priority, at_once)
+
+    def _reads(
+        self, names: tuple[str, ...], widen: frozenset[str]
+    ) -> tuple[dict[str, Stored | Stacked | Made | None], dict[Any, Job]]:
+        """Where tensors come from, and the jobs that read them; kept, since layers are streamed in
+        every step."""
+        if (names, widen) not in self._known_reads:
+            origins = {name: self._origin(name) for name in names}
+            jobs: dict[Any, Job] = {}
+            for name, origin in origins.items():
+                if isinstance(origin, Made):
+                    jobs.update(
+                        (Stored(part), self._rows.job(Stored(part))) for part in origin.parts
+                    )
+                elif origin is not None:
+                    job = self._rows.job(origin)
+                    jobs[name] = replace(job, widened=job.dtype in WIDENED and name in widen)
+            if len(self._known_reads) == MAX_KNOWN_READS:
+                self._known_reads.clear()
+            self._known_reads[names, widen] = origins, jobs
+        return self._known_reads[names, widen]
 
     def _finish(
         self, origins: dict, mapped: dict[str, mx.array], lazy: bool, read: dict[Any, mx.array]
