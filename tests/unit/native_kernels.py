@@ -37,7 +37,7 @@ IN_FLOATS = ("avx2", "portable", "neon")  # instruction sets in which activation
 SETS = (
     ("neon_i8mm", "neon_dotprod", "neon")
     if platform.machine() == "aarch64"
-    else ("amx_int8", "avx512vbmi", "avx512vnni", "avx2", "portable")
+    else ("amx_int8", "avx512vbmi", "avx512vnni", "avxvnni", "avx2", "portable")
 )
 # Those with code of their own for rows and for attention; the others have one of these sets'.
 OF_ROWS = [n for n in SETS if '"row_functions.h"' in (KERNELS / f"{n}.cpp").read_text("utf-8")]

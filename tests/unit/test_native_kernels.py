@@ -18,6 +18,7 @@ from tests.native_library import needed
 from tests.unit.native_kernels import (
     E2M1,
     IN_FLOATS,
+    IN_PAIRS,
     SANITIZERS,
     TYPES,
     Kernels,
@@ -106,13 +107,13 @@ def test_one_set_gives_what_another_gives(
     """To the bit, where they multiply the same whole numbers: a home on two machines."""
     x = vectors(count, count, matrix.exact.shape[2], "f32", 1)
     vector = np.random.default_rng(count).permutation(count).astype(np.uint32) if gathered else None
-    found = {
-        name: kernels.multiply(matrix, x, vector=vector, activation_bits=bits)
-        for name in kernels.sets()
-        if name not in IN_FLOATS
-    }
-    for name, out in found.items():
-        assert np.array_equal(out, [*found.values()][-1], equal_nan=True), name
+    first: dict[bool, np.ndarray] = {}
+    for name in kernels.sets():
+        # In floats AVX-VNNI has the code of AVX2, with registers of half the size.
+        numbers = name in IN_PAIRS if bits != 16 or not matrix.bits else True
+        if name not in IN_FLOATS:
+            out = kernels.multiply(matrix, x, vector=vector, activation_bits=bits)
+            assert np.array_equal(out, first.setdefault(numbers, out), equal_nan=True), name
 
 
 @settings(max_examples=examples(40))

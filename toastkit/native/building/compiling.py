@@ -32,7 +32,8 @@ FOR_ALL: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 BY_MACHINE: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "portable.cpp": (), "avx2.cpp": AVX2, "avx512vnni.cpp": (*AVX2, *AVX512),
+        "portable.cpp": (), "avx2.cpp": AVX2, "avxvnni.cpp": (*AVX2, "-mavxvnni"),
+        "avx512vnni.cpp": (*AVX2, *AVX512),
         "avx512vbmi.cpp": (*AVX2, *AVX512, "-mavx512vbmi"),
         "amx_int8.cpp": (
             *AVX2, *AVX512, "-mavx512vbmi", "-mamx-tile", "-mamx-int8", "-mtune=sapphirerapids",
@@ -43,7 +44,7 @@ BY_MACHINE: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }  # fmt: skip
 # Sources that old compilers (GCC 10) lack flags for; without the flags they contain no code.
-RECENT = ("amx_int8.cpp",)
+RECENT = ("amx_int8.cpp", "avxvnni.cpp")
 SOURCES = {**FOR_ALL, **BY_MACHINE.get(platform.machine(), {"portable.cpp": ()})}
 GLUE = FOLDER / "glue"  # the MLX primitives over them
 # GCC's own headers cause the warnings about uninitialized values. contract: a * b + c is one

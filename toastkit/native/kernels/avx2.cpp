@@ -20,7 +20,9 @@ static bool is_available() {
          __builtin_cpu_supports("bmi2");
 }
 
-const Instructions avx2 = {"avx2",          is_available,           float_bytes,
-                           prepare_floats,  multiply_floats, &row_functions, &attention};
+const RowInstructions avx2_rows = row_functions;
+const AttentionCode avx2_attention = attention;
+const Instructions avx2 = {"avx2",         is_available,           float_bytes,
+                           prepare_floats, multiply_floats, &avx2_rows, &avx2_attention};
 
 }  // namespace toast

@@ -18,7 +18,7 @@ namespace toast {
 namespace {
 
 #if defined(__x86_64__)
-const Instructions *const ALL[] = {&amx_int8, &avx512vbmi, &avx512vnni, &avx2, &portable};
+const Instructions *const ALL[] = {&amx_int8, &avx512vbmi, &avx512vnni, &avxvnni, &avx2, &portable};
 #elif defined(__aarch64__)
 const Instructions *const ALL[] = {&neon_i8mm, &neon_dotprod, &neon};
 #else

@@ -1,7 +1,5 @@
 // Kernels for ARM int8 dot products: ARMv8.2 with dotprod, as most since 2018.
-#define TILE_M 4
-#define TILE_N 4
-#include "digits_neon.h"
+#include "digits16.h"
 
 namespace toast {
 

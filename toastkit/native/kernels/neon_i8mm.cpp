@@ -1,7 +1,5 @@
 // Kernels for ARM int8 matrix products: ARMv8.6, or earlier with i8mm.
-#define TILE_M 4
-#define TILE_N 4
-#include "digits_neon.h"
+#include "digits16.h"
 
 namespace toast {
 

@@ -55,13 +55,13 @@ const Instructions &instructions();
 
 // One source file each. A new kernel goes into every set; code in lanes.h's portable vector types
 // compiles for all of them.
-extern const Instructions amx_int8, avx512vbmi, avx512vnni, avx2;
+extern const Instructions amx_int8, avx512vbmi, avx512vnni, avxvnni, avx2;
 extern const Instructions neon_i8mm, neon_dotprod, neon;
 extern const Instructions portable;
 
 // Shared by the sets that differ in quantised products only.
-extern const RowInstructions avx512_rows, neon_rows;
-extern const AttentionCode avx512_attention, neon_attention;
+extern const RowInstructions avx512_rows, avx2_rows, neon_rows;
+extern const AttentionCode avx512_attention, avx2_attention, neon_attention;
 
 // Whether an ARM processor has the feature.
 enum ArmFeature { DOTPROD, I8MM };
