@@ -1,5 +1,5 @@
-// Quantised weights times 16-bit activations, on int8 dot products of 16 bytes of a row at a time: of
-// ARM (dotprod, i8mm) and of AVX-VNNI, whose registers hold 16 bytes of two rows.
+// Quantised weights times 16-bit activations, on int8 dot products of 16 bytes of a row at a time:
+// of ARM (dotprod, i8mm) and of AVX-VNNI, whose registers hold 16 bytes of two rows.
 //
 // As in digits.h a group of activations is d * v, v int16 in two base-256 digits. A group's sum of
 // q * v fits into int32 (128 * 255 * 2^15 at most), so it is exact in any order. Lanes are rows,
@@ -85,51 +85,51 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
   }
 }
 
-// The codes of 16 bytes of the rows in a register; nibbles: even columns, then odd ones. E2M1: see
-// E2M1_CODES.
+// The codes of 16 bytes of the rows in a register; nibbles: of even columns (part 0), or of odd
+// ones. E2M1: see E2M1_CODES.
 template <bool NIBBLES, bool E2M1>
-INLINE void unpack_block(const uint8_t *const *rows, int64_t at, I32 *out) {
+INLINE I32 codes_at(const uint8_t *const *rows, int64_t at, int part) {
   const I32 q = load_codes(rows, at);
-  out[0] = NIBBLES ? low_codes(q) : q;
-  if (NIBBLES) out[1] = high_codes(q);
-  for (int i = 0; E2M1 && i < 2; i++) out[i] = e2m1(out[i]);
+  const I32 codes = !NIBBLES ? q : part ? high_codes(q) : low_codes(q);
+  return E2M1 ? e2m1(codes) : codes;
 }
 
-// The sums of q * v over blocks [first, end) for M vectors; lanes are four rows.
+// The sums of q * v over blocks [first, end) for M vectors; lanes are rows.
 template <bool NIBBLES, bool E2M1, int M>
 INLINE void group_sums(const char *const *vectors, const uint8_t *const *rows, int64_t first,
-                       int64_t end, int64_t ahead, bool is_8bit, I4 *out) {
+                       int64_t end, int64_t ahead, bool is_8bit, I32 *out) {
   constexpr int PARTS = NIBBLES ? 2 : 1;
-  I32 upper[M][REGISTERS] = {}, lower[M][REGISTERS] = {};
-  for (int64_t b = first; b < end; b++) {
-    I32 weights[REGISTERS][2];
-#pragma GCC unroll 4
-    for (int j = 0; j < REGISTERS; j++) unpack_block<NIBBLES, E2M1>(rows + j, b * 16, weights[j]);
-    if (M <= 2 && b % (LINE / 16) == 0) {
-#pragma GCC unroll 4
-      for (int j = 0; j < TILE_ROWS; j++) prefetch(rows[j] + b * 16 + ahead);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < M; i++) {
-      auto digits = reinterpret_cast<const int8_t *>(vectors[i]) + b * Layout<NIBBLES>::DIGITS;
-#pragma GCC unroll 4
+  I32 sums[M][REGISTERS] = {};
+  for (int64_t b = first; M <= 2 && b < end; b++) {
+    if (b % (LINE / 16)) continue;
+#pragma GCC unroll 8
+    for (int j = 0; j < LANES; j++) prefetch(rows[j] + b * 16 + ahead);
+  }
+#pragma GCC unroll 2
+  for (int digit = 0; digit < 2; digit++) {
+    for (int64_t b = first; b < end; b++) {
+#pragma GCC unroll 2
       for (int part = 0; part < PARTS; part++) {
-        const I32 high = load_digits(digits + 16 * part);
-        const I32 low = load_digits(digits + 16 * (PARTS + part));
+        const int64_t at = b * Layout<NIBBLES>::DIGITS + 16 * (PARTS * digit + part);
+        I32 digits[M];
+#pragma GCC unroll 4
+        for (int i = 0; i < M; i++)
+          digits[i] = load_digits(reinterpret_cast<const int8_t *>(vectors[i]) + at);
 #pragma GCC unroll 4
         for (int j = 0; j < REGISTERS; j++) {
-          upper[i][j] = dot(upper[i][j], weights[j][part], high, is_8bit);
-          lower[i][j] = dot(lower[i][j], weights[j][part], low, is_8bit);
+          const I32 codes = codes_at<NIBBLES, E2M1>(rows + j, b * 16, part);
+#pragma GCC unroll 4
+          for (int i = 0; i < M; i++) sums[i][j] = dot(sums[i][j], codes, digits[i], is_8bit);
         }
       }
     }
+#pragma GCC unroll 4
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+      for (int j = 0; !digit && j < REGISTERS; j++) sums[i][j] = sums[i][j] << 8;
   }
 #pragma GCC unroll 4
-  for (int i = 0; i < M; i++) {
-#pragma GCC unroll 4
-    for (int j = 0; j < REGISTERS; j++) upper[i][j] = (upper[i][j] << 8) + lower[i][j];
-    out[i] = sums_of_rows(upper[i]);
-  }
+  for (int i = 0; i < M; i++) out[i] = sums_of_rows(sums[i]);
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -138,13 +138,16 @@ INLINE int64x2_t as_i64(int8x16_t v) { return vreinterpretq_s64_s8(v); }
 // The same for four vectors, by 2 x 8 times 8 x 2 matrix products.
 template <bool NIBBLES, bool E2M1>
 INLINE void group_sums_of_four(const char *const *vectors, const uint8_t *const *rows,
-                               int64_t first, int64_t end, I4 *out) {
+                               int64_t first, int64_t end, I32 *out) {
   constexpr int PARTS = NIBBLES ? 2 : 1;
   int32x4_t sums[2][2][2] = {};  // [digit][pair of rows][pair of vectors]
   for (int64_t b = first; b < end; b++) {
-    I32 weights[TILE_ROWS][2];
+    I32 weights[REGISTERS][2];
 #pragma GCC unroll 4
-    for (int j = 0; j < TILE_ROWS; j++) unpack_block<NIBBLES, E2M1>(rows + j, b * 16, weights[j]);
+    for (int j = 0; j < REGISTERS; j++)
+#pragma GCC unroll 2
+      for (int part = 0; part < PARTS; part++)
+        weights[j][part] = codes_at<NIBBLES, E2M1>(rows + j, b * 16, part);
 #pragma GCC unroll 4
     for (int part = 0; part < PARTS; part++) {
       uint8x16_t pairs[2][2];  // [pair of rows][first or last eight codes]
@@ -179,22 +182,32 @@ INLINE void group_sums_of_four(const char *const *vectors, const uint8_t *const 
 #pragma GCC unroll 4
     for (int j = 0; j < 2; j++)
       combined[j] = vaddq_s32(vshlq_n_s32(sums[0][j][i], 8), sums[1][j][i]);
-    out[2 * i] = (I4)vuzp1q_s32(combined[0], combined[1]);
-    out[2 * i + 1] = (I4)vuzp2q_s32(combined[0], combined[1]);
+    out[2 * i] = (I32)vuzp1q_s32(combined[0], combined[1]);
+    out[2 * i + 1] = (I32)vuzp2q_s32(combined[0], combined[1]);
   }
 }
 #endif
 
-// Scales or biases of four rows and four groups, transposed: out[group], lanes are rows.
+// Prefetches the scales or biases that the next tile needs where this one needs those of group g.
+INLINE void prefetch_scales(const toast_matrix &m, const void *p, const int64_t *rows,
+                            int64_t groups, int64_t g) {
+  const int64_t size = m.type == TOAST_F32 ? 4 : m.type == TOAST_E8M0 ? 1 : 2;
+  if (g * size % LINE >= LANES * size) return;  // in a line that was requested
+#pragma GCC unroll 8
+  for (int j = 0; j < LANES; j++)
+    prefetch(static_cast<const char *>(p) + ((rows[j] + LANES) * groups + g) * size);
+}
+
+// Scales or biases of LANES rows and groups, transposed: out[group], lanes are rows.
 INLINE void scales_by_group(const toast_matrix &m, const void *p, const int64_t *rows,
-                            int64_t groups, int64_t g, F4 *out) {
-#pragma GCC unroll 4
-  for (int j = 0; j < TILE_ROWS; j++)
-    out[j] = first_four(scales_at(m, p, rows[j] * groups + g, int(groups - g)));
+                            int64_t groups, int64_t g, F32 *out) {
+#pragma GCC unroll 8
+  for (int j = 0; j < LANES; j++)
+    out[j] = scales_at(m, p, rows[j] * groups + g, int(groups - g));
   transpose(out);
 }
 
-// M vectors times `count` <= 4 rows from `first` on.
+// M vectors times `count` <= LANES rows from `first` on.
 template <bool NIBBLES, bool E2M1, int M>
 static void digit_tile(const toast::Product &p, const toast::ExpertBatch &batch,
                        const uint32_t *outputs, const uint8_t *const *at, int64_t first,
@@ -203,66 +216,68 @@ static void digit_tile(const toast::Product &p, const toast::ExpertBatch &batch,
   const auto layout = Layout<NIBBLES>::of(m);
   const int64_t blocks = m.group_size / Layout<NIBBLES>::WEIGHTS;
   const bool is_8bit = m.bits == 8;
-  const int64_t ahead = TILE_ROWS * row_bytes(m);  // to the next tile
+  const int64_t ahead = LANES * row_bytes(m);  // to the next tile
   const char *vectors[M];
-  const uint8_t *rows[TILE_ROWS];
-  int64_t numbers[TILE_ROWS];
+  const uint8_t *rows[LANES];
+  int64_t numbers[LANES];
 #pragma GCC unroll 4
   for (int i = 0; i < M; i++)
     vectors[i] = p.prepared + (p.vector ? p.vector[outputs[i]] : outputs[i]) * p.prepared_stride;
 #pragma GCC unroll 4
-  for (int j = 0; j < TILE_ROWS; j++) {  // missing rows repeat the last, and are dropped
+  for (int j = 0; j < LANES; j++) {  // missing rows repeat the last, and are dropped
     const int row = j < count ? j : count - 1;
     rows[j] = at[row];
     numbers[j] = batch.expert * m.rows + first + row;
   }
-  F4 sums[M] = {};
-  for (int64_t g = 0; g < layout.groups; g += 4) {
-    F4 scales[4], biases[4];
+  F32 sums[M] = {};
+  for (int64_t g = 0; g < layout.groups; g += LANES) {
+    F32 scales[LANES], biases[LANES];
+    if (M <= 2) prefetch_scales(m, m.scales, numbers, layout.groups, g);
+    if (M <= 2 && !E2M1) prefetch_scales(m, m.biases, numbers, layout.groups, g);
     scales_by_group(m, m.scales, numbers, layout.groups, g, scales);
     if (!E2M1) scales_by_group(m, m.biases, numbers, layout.groups, g, biases);
-#pragma GCC unroll 4
-    for (int i = 0; E2M1 && i < 4; i++) biases[i] = scales[i] * E2M1_BIAS;
-    for (int64_t n = g; n < g + 4 && n < layout.groups; n++) {
-      I4 exact[M];
+#pragma GCC unroll 8
+    for (int i = 0; E2M1 && i < LANES; i++) biases[i] = scales[i] * E2M1_BIAS;
+    for (int64_t n = g; n < g + LANES && n < layout.groups; n++) {
+      I32 exact[M];
 #if defined(__ARM_FEATURE_MATMUL_INT8)
       if constexpr (M == 4) {
         group_sums_of_four<NIBBLES, E2M1>(vectors, rows, n * blocks, (n + 1) * blocks, exact);
       } else
 #endif
         group_sums<NIBBLES, E2M1, M>(vectors, rows, n * blocks, (n + 1) * blocks, ahead, is_8bit,
-                                       exact);
+                                     exact);
 #pragma GCC unroll 4
       for (int i = 0; i < M; i++) {
         auto steps = reinterpret_cast<const float *>(vectors[i] + layout.steps);
         auto totals = reinterpret_cast<const float *>(vectors[i] + layout.sums);
         auto int_sums = reinterpret_cast<const int32_t *>(vectors[i] + layout.int_sums);
         exact[i] += sign_correction(int_sums[n], is_8bit);
-        sums[i] = fused(__builtin_convertvector(exact[i], F4), scales[n - g] * steps[n], sums[i]);
-        sums[i] = fused(biases[n - g], totals[n] - F4{}, sums[i]);
+        const F32 sum = __builtin_convertvector(exact[i], F32);
+        sums[i] = multiply_add(sum, scales[n - g] * steps[n], sums[i]);
+        sums[i] = multiply_add(biases[n - g], splat(totals[n]), sums[i]);
       }
     }
   }
 #pragma GCC unroll 4
   for (int i = 0; i < M; i++)
-#pragma GCC unroll 4
-    for (int j = 0; j < count; j++)
-      put(p.out_type, p.out, outputs[i] * m.rows + first + j, sums[i][j]);
+    put_some(p.out_type, p.out, outputs[i] * m.rows + first, sums[i], count);
 }
 
 template <bool NIBBLES, bool E2M1>
 static bool multiply_digits(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                             int64_t end) {
+  constexpr int MANY = many(NIBBLES);
   const toast_matrix &m = *p.matrix;
   const bool packed_as_is = NIBBLES || m.bits == 8;
   uint8_t *bytes = nullptr;
   if (!packed_as_is) {
-    bytes = static_cast<uint8_t *>(toast::scratch(toast::BYTES, TILE_ROWS * m.columns));
+    bytes = static_cast<uint8_t *>(toast::scratch(toast::BYTES, LANES * m.columns));
     if (!bytes) return false;
   }
-  for (int64_t n = first; n < end; n += TILE_ROWS) {
-    const uint8_t *rows[TILE_ROWS];
-    const int count = int(end - n < TILE_ROWS ? end - n : TILE_ROWS);
+  for (int64_t n = first; n < end; n += LANES) {
+    const uint8_t *rows[LANES];
+    const int count = int(end - n < LANES ? end - n : LANES);
     for (int j = 0; j < count; j++) {
       rows[j] = row_at(m, batch.expert * m.rows + n + j);
       if (!packed_as_is) {

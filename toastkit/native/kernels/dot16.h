@@ -1,25 +1,21 @@
 // The operations of digits16.h, for ARM and for AVX-VNNI: products of 16 bytes of a row at a time.
-// MANY: vectors that are multiplied together.
+// many(nibbles): vectors that are multiplied together.
 #pragma once
 
 #include "unpack.h"
 
 namespace {
 
-constexpr int TILE_ROWS = 4;
-constexpr int REGISTERS = 16 / LANES;  // of a tile's rows: with two, j holds rows j and j + 2
+constexpr int REGISTERS = 4;  // of a tile's LANES rows: of eight, register j holds j and j + 4
 
-typedef float F4 __attribute__((vector_size(16)));
-typedef int32_t I4 __attribute__((vector_size(16)));
 typedef int8_t Digits __attribute__((vector_size(16)));
 
 #if defined(__aarch64__)
 
-constexpr int MANY =
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-    4;
+constexpr int many(bool) { return 4; }
 #else
-    2;
+constexpr int many(bool) { return 2; }
 #endif
 const toast::Instructions &in_float32 = toast::neon;
 
@@ -36,7 +32,9 @@ INLINE Digits narrowed(const I32 *v) {
 INLINE Digits even(Digits a, Digits b) { return (Digits)vuzp1q_s8((int8x16_t)a, (int8x16_t)b); }
 INLINE Digits odd(Digits a, Digits b) { return (Digits)vuzp2q_s8((int8x16_t)a, (int8x16_t)b); }
 
-INLINE I32 load_codes(const uint8_t *const *rows, int64_t at) { return (I32)vld1q_u8(rows[0] + at); }
+INLINE I32 load_codes(const uint8_t *const *rows, int64_t at) {
+  return (I32)vld1q_u8(rows[0] + at);
+}
 INLINE I32 load_digits(const int8_t *p) { return (I32)vld1q_s8(p); }
 INLINE I32 low_codes(I32 q) { return (I32)vandq_u8((uint8x16_t)q, vdupq_n_u8(15)); }
 INLINE I32 high_codes(I32 q) { return (I32)vshrq_n_u8((uint8x16_t)q, 4); }
@@ -63,21 +61,15 @@ INLINE int32_t sign_correction(int32_t total, bool is_8bit) {
 #endif
 }
 
-// The sums over each row's lanes; lanes are four rows.
-INLINE I4 sums_of_rows(const I32 *v) {
+// The sums over each row's lanes; lanes are rows.
+INLINE I32 sums_of_rows(const I32 *v) {
   auto pairs = [&](int i) { return vpaddq_s32((int32x4_t)v[i], (int32x4_t)v[i + 1]); };
-  return (I4)vpaddq_s32(pairs(0), pairs(2));
+  return (I32)vpaddq_s32(pairs(0), pairs(2));
 }
-
-INLINE F4 fused(F4 a, F4 b, F4 c) {
-  return (F4)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-}
-
-INLINE F4 first_four(F32 v) { return v; }
 
 #else
 
-constexpr int MANY = 3;
+constexpr int many(bool nibbles) { return nibbles ? 2 : 3; }  // what registers have room for
 const toast::Instructions &in_float32 = toast::avx2;
 
 INLINE I32 rounded(F32 v) { return (I32)_mm256_cvtps_epi32((__m256)v); }
@@ -116,20 +108,10 @@ INLINE I32 dot(I32 sum, I32 weights, I32 digits, bool) {
 }
 INLINE int32_t sign_correction(int32_t, bool) { return 0; }
 
-// The sums over each row's lanes; lanes are four rows.
-INLINE I4 sums_of_rows(const I32 *v) {
-  const __m256i pairs = _mm256_hadd_epi32((__m256i)v[0], (__m256i)v[1]);
-  const __m128i low = _mm256_castsi256_si128(pairs), high = _mm256_extracti128_si256(pairs, 1);
-  return (I4)_mm_hadd_epi32(low, high);
-}
-
-INLINE F4 fused(F4 a, F4 b, F4 c) { return (F4)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c); }
-INLINE F4 first_four(F32 v) { return (F4)_mm256_castps256_ps128((__m256)v); }
-
-INLINE void transpose(F4 *v) {
-  __m128 r[4] = {(__m128)v[0], (__m128)v[1], (__m128)v[2], (__m128)v[3]};
-  _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
-  for (int i = 0; i < 4; i++) v[i] = (F4)r[i];
+// The sums over each row's lanes; lanes are rows.
+INLINE I32 sums_of_rows(const I32 *v) {
+  auto pairs = [&](int i) { return _mm256_hadd_epi32((__m256i)v[i], (__m256i)v[i + 1]); };
+  return (I32)_mm256_hadd_epi32(pairs(0), pairs(2));
 }
 
 #endif
