@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING
 from toastkit.errors import Misplaced, SecondName, reported_as
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
     from threading import Thread
 
+RWF_DONTCACHE = 0x80  # of preadv2; Linux 6.14
 _FLOCK = "hhqqi4x"  # struct flock of Linux
 _KINDS = {
     stat.S_IFREG: "a regular file", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO",
@@ -100,6 +102,19 @@ def copy_range(source: int, first: int, fd: int, offset: int, count: int) -> Non
         if not copied:
             raise OSError(errno.EIO, "the file ends before that")
         first, offset, count = first + copied, offset + copied, count - copied
+
+
+def pread_past_cache(fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int | None:
+    """Read into buffers from a byte offset, and have the page cache not keep what was not there;
+    return how many bytes. None if the system or the file system cannot. Raises OSError."""
+    if sys.platform != "linux" or not RWF_DONTCACHE:
+        return None
+    try:
+        return os.preadv(fd, buffers, offset, RWF_DONTCACHE)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        return None
 
 
 def pread_into(fd: int, buffer: memoryview, offset: int) -> bool:

@@ -13,8 +13,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from toastkit import private_files
+from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
-from toastkit.store import raw as raw_module
 from toastkit.store.jobs import Job
 from toastkit.store.raw import RawTensors, Span
 from toastkit.store.reader import WIDENED_BYTES, Reader
@@ -117,6 +118,34 @@ def cached_pages(path: Path) -> int:
     return sum(page & 1 for page in found)
 
 
+def evict(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_pages(path):
+        pytest.skip("this file system does not let go of its pages")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mincore(2) counts pages as Linux does")
+@pytest.mark.parametrize("past_cache", [True, False])
+def test_samples_of_a_file_stay_out_of_its_cache(
+    tmp_path: Path, past_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system can: between pages that are cached one by one there is no room for large
+    ones. The fingerprint is the same."""
+    path = write(tmp_path, {"model.a": mx.arange(1 << 22)}) / "model.safetensors"
+    files = locate(str(tmp_path))
+    wanted = fingerprint(files)
+    evict(path)
+    with path.open("rb") as file:
+        if private_files.pread_past_cache(file.fileno(), [bytearray(1)], 1 << 20) is None:
+            pytest.skip("this system cannot")
+    if not past_cache:
+        monkeypatch.setattr(private_files, "RWF_DONTCACHE", 0)
+    assert fingerprint(files) == wanted
+    assert (cached_pages(path) < 40) == past_cache  # the header's, and what it reads ahead
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="mincore(2) counts pages as Linux does")
 @pytest.mark.parametrize("way", ["direct", "dontcache", "fadvise", "cached"])
 def test_what_is_read_once_a_token_leaves_the_file_cache(
@@ -124,13 +153,9 @@ def test_what_is_read_once_a_token_leaves_the_file_cache(
 ) -> None:
     """So that it does not throw out what others have use for. Where it is to stay, it does."""
     if way == "fadvise":
-        monkeypatch.setattr(raw_module, "RWF_DONTCACHE", 0)
+        monkeypatch.setattr(private_files, "RWF_DONTCACHE", 0)
     path = write(tmp_path, {"model.a": mx.zeros((1 << 21,))}) / "model.safetensors"
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if cached_pages(path):
-        pytest.skip("this file system does not let go of its pages")
+    evict(path)
     raw = RawTensors(locate(str(tmp_path)))
     raw.cached = way == "cached"
     raw._direct.possible &= way == "direct"

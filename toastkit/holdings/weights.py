@@ -29,6 +29,7 @@ from toastkit.store.request import Request
 from toastkit.store.store import Store
 from toastkit.store.waiting import AHEAD, NOW
 
+LITTLE_BYTES = 64 << 10  # up to which tensors are copied from a mapped file
 WIDENED_BYTES = 2 << 20  # from which on tensors are widened while they are read
 SAMPLED_MODULES = 3  # checked for an earlier quantisation
 Move = tuple[Holding, Form]
@@ -116,6 +117,9 @@ class Weights:
             widen = set()  # MLX casts this little as fast, without numpy
         mapped = {t.name for h, form in moves if form.mapped for t in h.tensors}
         mapped = {name for name in mapped if self.loaded_dtype(name) == self._store.dtype(name)}
+        if self._store.mapping is not None:
+            # Read from the file, they would put small pages into its cache, with all around them.
+            mapped.update(name for name in names if self._store.nbytes(name) <= LITTLE_BYTES)
         request = self._store.request(names, priority, at_once, widen, mapped, lazy=True)
         return Reading(moves, names, there, request)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import struct
 from collections.abc import Collection
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 from toastkit.errors import DataError, UsageError, from_os_error
 from toastkit.model.files import ModelFiles
+from toastkit.private_files import pread_past_cache
 
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
@@ -142,8 +144,12 @@ def _digest_weights(digest: hashlib.blake2b, path: Path) -> None:
             digest.update(file.read(header))
             start = 8 + header
             stride = max((size - start) // SAMPLES_PER_FILE, SAMPLE_BYTES)
+            sample = bytearray(SAMPLE_BYTES)
             for offset in range(start, size, stride):
-                file.seek(offset)
-                digest.update(file.read(SAMPLE_BYTES))
+                # Small pages in the cache would keep those around them from being large.
+                count = pread_past_cache(file.fileno(), [sample], offset)
+                if count is None:
+                    count = os.preadv(file.fileno(), [sample], offset)
+                digest.update(memoryview(sample)[:count])
     except OSError as error:
         raise from_os_error(error, f"cannot read {path}") from error

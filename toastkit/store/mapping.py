@@ -79,11 +79,11 @@ class MappedFiles:
                 raise self._raw.changed()
 
     def read_ahead(self, places: Iterable[Place]) -> None:
-        """Prefault the pages of tensors on a thread, in order, so that no product waits for a page
-        fault or the disk. `close` drops the rest."""
+        """Prefault the pages of tensors on a thread, in the order of the files, so that no product
+        waits for a page fault or the disk. `close` drops the rest."""
         self._ahead = [
             (start, min(start + AHEAD_BYTES, stop))
-            for first, stop in _joined(starmap(self._pages, places))
+            for first, stop in _joined(sorted(starmap(self._pages, places)))
             for start in range(first, stop, AHEAD_BYTES)
         ]
         self._ahead.reverse()

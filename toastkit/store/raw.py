@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import sys
@@ -20,6 +19,7 @@ from toastkit.errors import DataError, from_os_error, reported_as
 from toastkit.model.files import ModelFiles
 from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import ITEM_ALIGNMENT, is_model_tensor
+from toastkit.private_files import pread_past_cache
 from toastkit.store.direct import PAGE, DirectReads
 
 # dtype in the file -> numpy's view of the bytes, and MLX's dtype for them.
@@ -34,7 +34,6 @@ CHUNK_BYTES = 16 << 20  # per system call: a reader can be stopped between two
 CALL_SECONDS = 0.004  # target duration of a call that may have to stop at any time
 MIN_CALL_BYTES = 64 << 10
 CALL_BUFFERS = 1024  # per system call: IOV_MAX of Linux and macOS
-RWF_DONTCACHE = 0x80  # Linux 6.14: drops the pages that this read brought into the page cache
 
 
 class Span(NamedTuple):
@@ -63,7 +62,6 @@ class RawTensors:
         self._files = files
         self.cached = True
         self.throttle: Callable[[int, float], None] | None = None
-        self._dropping = RWF_DONTCACHE if sys.platform == "linux" else 0
         self._places: dict[str, tuple[Path, Entry]] = {}
         self._identities = {header.path: _identity(header.path) for header in files.headers}
         for header in files.headers:
@@ -167,13 +165,9 @@ class RawTensors:
         count = self._direct.read(fd, views, start)
         if count is not None:
             return count
-        if self._dropping:
-            try:
-                return os.preadv(fd, views, start, self._dropping)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise
-                self._dropping = 0  # not supported by the system or the file system
+        count = pread_past_cache(fd, views, start)
+        if count is not None:
+            return count
         if sys.platform == "darwin":
             fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
         count = os.preadv(fd, views, start)
