@@ -36,7 +36,7 @@ from workers import Worker
 GIGABYTE = 1e9
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 OURS, MLX, LLAMA, ACTIVE = "toastkit", "mlx_lm", "llama.cpp", "llama.cpp, active"
-AIMS = {"decode": (25.0, 1.2), "prefill": (60.0, 1.3)}  # times mlx_lm, times llama.cpp
+TARGETS = {"decode": (25.0, 1.2), "prefill": (60.0, 1.3)}  # times mlx_lm, times llama.cpp
 SHARE = 0.75  # of the read rate, for decode
 TOGETHER = "x"
 CONTEXT = 16  # tokens before those that are decoded
@@ -143,7 +143,7 @@ def measured(
 
 
 def report(model: str, found: dict[str, dict[str, list[float]]], sizes: tuple[int, int]) -> None:
-    """Tables of tokens a second, and of ratios with the aims."""
+    """Tables of tokens a second, and of ratios with the targets."""
     print(
         f"\n{model}: a token reads {sizes[0] / 1e6:.0f} MB of the checkpoint, {sizes[1] / 1e6:.0f}"
     )
@@ -153,15 +153,17 @@ def report(model: str, found: dict[str, dict[str, list[float]]], sizes: tuple[in
     for case, rates in found.items():
         cells = " | ".join(spread(rates[name], 1, 1) if name in rates else "" for name in names)
         print(f"| {label(case)} | {cells} |")
-    print("\n| times | mlx_lm | aim | llama.cpp | aim | GB/s | of what memory gives | aim |")
+    print(
+        "\n| times | mlx_lm | target | llama.cpp | target | GB/s | of what memory gives | target |"
+    )
     print(f"|---|{'---:|' * 7}")
     for case, rates in found.items():
-        aims = AIMS["prefill" if case.isdigit() else "decode"]
+        targets = TARGETS["prefill" if case.isdigit() else "decode"]
         peers = [n for n in (LLAMA, ACTIVE) if n in rates]
         peer = max(peers, key=lambda n: median(rates[n])) if peers else ""
         cells = []
-        for name, aim in zip((MLX, peer), aims):
-            cells += [over(rates[OURS], rates[name]) if name in rates else "", f"{aim:g}"]
+        for name, target in zip((MLX, peer), targets):
+            cells += [over(rates[OURS], rates[name]) if name in rates else "", f"{target:g}"]
         if case == "decode":
             shares = [[r * size for r in rates[OURS]] for size in sizes]
             given = spread(rates["memory"], GIGABYTE, 1)

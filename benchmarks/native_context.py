@@ -19,7 +19,7 @@ from native import THREADS, instructions, over
 from native_models import HERE, checkpoint
 from workers import Worker
 
-AIMS = {28000: 0.75, 68000: 0.56}  # of the speed after the first context
+TARGETS = {28000: 0.75, 68000: 0.56}  # of the speed after the first context
 TOKENS = 8  # that are timed
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     contexts = [int(word) for word in options.contexts.split(",")]
     print(f"{machine()}; {THREADS} threads; {instructions()}; {options.rounds} rounds")
     print("\n| model | bits of keys | context | cache, MB | ms a token | speed: times the first "
-          "context | times the first bits | memory allows | aim |")  # fmt: skip
+          "context | times the first bits | memory allows | target |")  # fmt: skip
     print(f"|---|{'---:|' * 8}", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         for model in options.models.split(","):
@@ -64,7 +64,7 @@ def show(model: str, path: Path, kv_bits: list[str], contexts: list[int], rounds
             print(f"| {model} | {bits} | {context:,} | {sizes[now] / 1e6:,.0f} "
                   f"| {spread(times[now], 1e-3, 1)} | {over(times[short], times[now])} "
                   f"| {over(times[kv_bits[0], context], times[now])} | {allowed:.2f} "
-                  f"| {AIMS.get(context, '')} |", flush=True)  # fmt: skip
+                  f"| {TARGETS.get(context, '')} |", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

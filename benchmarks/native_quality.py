@@ -30,10 +30,10 @@ from toastkit.model.locate import locate
 REFERENCE = Path(__file__).parents[1] / "tests" / "reference.json"
 GEARS = ("high", "mid", "low")
 CHUNK = 256
-PERPLEXITY_AIM = 0.1  # percent
+PERPLEXITY_TARGET = 0.1  # percent
 BITS = {"mid": "8 bits", "low": "4 bits"}
-AIMS = {"native": 1e-4, "exact": 1e-5, "kv 16": 1e-4, "kv 8": 1e-3}  # nats a token
-WAYS = ("off", *AIMS)
+TARGETS = {"native": 1e-4, "exact": 1e-5, "kv 16": 1e-4, "kv 8": 1e-3}  # nats a token
+WAYS = ("off", *TARGETS)
 KV_BITS = {"kv 16": 16, "kv 8": 8}
 
 
@@ -74,7 +74,7 @@ def greedy(engine: Engine) -> str:
 
 
 def row(text: Text, gear: str, read: str, way: str, theirs: np.ndarray, ours: np.ndarray) -> bool:
-    """Prints how they differ; whether that is within the aims."""
+    """Prints how they differ; whether that is within the targets."""
     apart = (np.exp(theirs) * (theirs - ours)).sum(-1)
     ids = np.array(text.ids[1 : len(ours) + 1])
     ours_nats, theirs_nats = (-a[np.arange(len(ids)), ids] for a in (ours, theirs))
@@ -85,7 +85,7 @@ def row(text: Text, gear: str, read: str, way: str, theirs: np.ndarray, ours: np
     print(f"| {text.name} | {BITS.get(gear, 'as it is')} | {read} | {way} | {len(ids):,} "
           f"| {apart.mean():.1e} | {apart.max():.1e} | {np.exp(theirs_nats.mean()):.4f} "
           f"| {percent:+.4f}% | {error:.4f}% | {100 * same:.2f}% |", flush=True)  # fmt: skip
-    return bool(apart.mean() < AIMS[way] and abs(percent) < PERPLEXITY_AIM)
+    return bool(apart.mean() < TARGETS[way] and abs(percent) < PERPLEXITY_TARGET)
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{machine()}; {instructions()}")
     engines = {gear: {way: opened(options.model, way, gear) for way in WAYS} for gear in GEARS}
-    for way in AIMS if options.model == "crumb" else ():
+    for way in TARGETS if options.model == "crumb" else ():
         print(f"\nGreedy tokens as recorded, {way}: {greedy(engines['high'][way])}")
     texts = read_texts(options.texts, options.limit, model=options.model)
     print("\n| text | matrices | read | products | tokens | divergence, nats a token | largest "
@@ -111,10 +111,12 @@ def main() -> None:
                 ("one by one", text.cut(options.steps), 1),
             ):
                 theirs = logprobs(by_way["off"], part.ids, chunk)
-                for way in AIMS:
+                for way in TARGETS:
                     ours = logprobs(by_way[way], part.ids, chunk)
                     within.append(row(text, gear, read, way, theirs, ours))
-    print(f"\nWithin the aims, {AIMS} and {PERPLEXITY_AIM}%: {sum(within)} of {len(within)}")
+    print(
+        f"\nWithin the targets, {TARGETS} and {PERPLEXITY_TARGET}%: {sum(within)} of {len(within)}"
+    )
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ def prediction(settings: Settings) -> None:
     """residency_prediction.py, which measures in this process."""
     section(
         "Predictions",
-        f"Seconds, predicted from a calibration and measured, {settings.rounds} rounds. The aim is "
-        "an error of 25% at most; the seed's formula had 50% to more than 4,000%.",
+        f"Seconds, predicted from a calibration and measured, {settings.rounds} rounds. The target "
+        "is an error of 25% at most; the paper's formula had 50% to more than 4,000%.",
     )
     try:
         prediction_errors: Any = import_module("residency_prediction").prediction_errors

@@ -35,7 +35,7 @@ def baseline(settings: Settings) -> None:
     section(
         "Baseline: all layers resident",
         f"{settings.rounds} rounds of {settings.tokens} tokens. GB are 10^9 bytes, at most. The "
-        "seed's figures are those of a Mac Studio M2 Ultra, which computes on its GPU; ours "
+        "paper's figures are those of a Mac Studio M2 Ultra, which computes on its GPU; ours "
         "compute on this processor. Weights are random: a perplexity would mean nothing.",
     )
     rows = []
@@ -44,14 +44,14 @@ def baseline(settings: Settings) -> None:
         with warmed(settings.spec(name)) as case:
             found = [speed(case, settings.tokens)["rate"] for _ in range(settings.rounds)]
             memory, about = case.do("memory"), case.opened
-        seed = TABLE_2.get(name)
+        paper = TABLE_2.get(name)
         rows.append([
             name, str(about["layers"]), about["dtype"] or "its own", gb(about["files"]),
             rates(found), gb(memory["mlx"]), gb(memory["process"]),
-            *(("-", "-") if seed is None else (f"{seed[0]:.1f}", f"{seed[1]:.2f}")),
+            *(("-", "-") if paper is None else (f"{paper[0]:.1f}", f"{paper[1]:.2f}")),
         ])  # fmt: skip
     head = ("model", "layers", "activations", "files, GB", "tokens a second", "MLX, GB",
-            "process, GB", "seed: tokens a second", "GB")  # fmt: skip
+            "process, GB", "paper: tokens a second", "GB")  # fmt: skip
     table(head, rows)
 
 
@@ -60,7 +60,7 @@ def memory(settings: Settings) -> None:
     section(
         "Memory at 0% resident",
         "At most, from opening to the last token, GB. Each in a process of its own; the files are "
-        "read from the disk. The aim is the seed's reduction of 60 to 88%.",
+        "read from the disk. The target is the paper's reduction of 60 to 88%.",
     )
     rows, rest = [], []
     for name in settings.names:
@@ -74,17 +74,19 @@ def memory(settings: Settings) -> None:
                 found[resident] = case.do("memory")
         whole, streamed = found["all"], found["0"]
         for figure, words in (("mlx", "MLX"), ("process", "process"), ("ledger", "ledger")):
-            seed = TABLE_3.get(name) if figure == "mlx" else None
+            paper = TABLE_3.get(name) if figure == "mlx" else None
             rows.append([
                 name, words, gb(whole[figure]), gb(streamed[figure]),
                 percent(1 - streamed[figure] / whole[figure], 0),
-                "-" if seed is None else f"{percent(1 - seed[1] / seed[0], 0)} of {seed[0]:.2f}",
+                "-"
+                if paper is None
+                else f"{percent(1 - paper[1] / paper[0], 0)} of {paper[0]:.2f}",
             ])  # fmt: skip
         for resident, one in found.items():
             process = one["process_now"] - one["before"]
             figures = one["ledger_now"], one["mlx_now"], process
             rest.append([name, resident, *(f"{figure / MIB:.1f}" for figure in figures)])
-    head = ("model", "counted by", "resident", "streamed", "reduction", "seed")
+    head = ("model", "counted by", "resident", "streamed", "reduction", "paper")
     table(head, rows, left=2)
     print("What is there after a token, MiB; of the process, what came since before the model was")
     print("opened. Layers that are read ahead are in all three.\n")
@@ -99,7 +101,7 @@ def budget(settings: Settings) -> None:
     section(
         f"Budgets: {name}",
         "From the least to all, MiB. Tokens a second with the files in the system's cache if they "
-        "fit. Memory at most, from opening to the last token. The seed on an iPad, of its 32 "
+        "fit. Memory at most, from opening to the last token. The paper on an iPad, of its 32 "
         "layers (9B, 6 bits): 0 stay 0.28 tokens a second, 2 stay +7%, 8 +32%, 11 +43%, 14 +61%, "
         "20 +103%.",
     )
@@ -159,21 +161,21 @@ def priorities(settings: Settings) -> None:
         f"of the layers. A prompt of 2 tokens and {settings.checked} tokens more; memory is looked "
         f"at with every chunk and every 64 tokens. max-context expects {settings.context:,}. "
         "ended: how many layers stayed then. The cgroup's memory has files in it that were read. "
-        "The seed: layers that stay and tokens a second, on an iPad.",
+        "The paper: layers that stay and tokens a second, on an iPad.",
     )
     cases = [("0", "balanced"), *(("auto", mode) for mode in TABLE_8)]
     if grouped:  # else nothing would stop it
         cases.append(("all", "balanced"))
     rows = [_priority(settings, name, *case, limit) for case in cases]
     head = ("residency", "resident", "ended", "shed, grown", "tokens a second", "waiting",
-            "ledger, MiB", "process, MiB", "cgroup, MiB", "seed")  # fmt: skip
+            "ledger, MiB", "process, MiB", "cgroup, MiB", "paper")  # fmt: skip
     table(head, rows)
 
 
 def _priority(settings: Settings, name: str, resident: str, mode: str, limit: int) -> list[str]:
     label = mode if resident == "auto" else f"{resident} resident"
     say(f"priorities: {label}")
-    seed = TABLE_8.get(mode, "-") if resident == "auto" else "-"
+    paper = TABLE_8.get(mode, "-") if resident == "auto" else "-"
     drop(weights(model(settings.models, name)))  # what others have read is not the cgroup's
     with limited(limit) as group:
         where: dict[str, Any] = {"limit": limit} if group is None else {"group": str(group)}
@@ -184,7 +186,7 @@ def _priority(settings: Settings, name: str, resident: str, mode: str, limit: in
         except (RuntimeError, Refused) as error:
             figures = [str(error), *["-"] * 6]
         used = None if group is None else most_used(group)
-    return [label, *figures, "-" if used is None else f"{used / MIB:.0f}", seed]
+    return [label, *figures, "-" if used is None else f"{used / MIB:.0f}", paper]
 
 
 def _followed(case: Case, tokens: int) -> list[str]:

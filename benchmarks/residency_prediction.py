@@ -4,7 +4,7 @@ for each residency.
     python benchmarks/residency_prediction.py MODEL [PERCENT ...] [--rounds 3] [--disk]
         [--native require]
 
-Paper 001, section 5.5, was off by 50% to 4,000%; the aim here is 25%. Each round measures the
+Paper 001, section 5.5, was off by 50% to 4,000%; the target here is 25%. Each round measures the
 device anew and then runs every residency, so that a machine that drifts drifts under all of them.
 --disk: as if the files did not fit the system's cache, and out of it whenever a time is taken.
 """

@@ -1,4 +1,4 @@
-"""What the parts of benchmarks/residency.py share: settings, the seed's figures, a few words."""
+"""What the parts of benchmarks/residency.py share: settings, the paper's figures, a few words."""
 
 from __future__ import annotations
 

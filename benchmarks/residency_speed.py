@@ -46,8 +46,8 @@ def residency(settings: Settings) -> None:
             f"Medians of {settings.rounds} rounds of {settings.tokens} tokens, each residency in a "
             "process of its own. disk: the files are not in the system's cache; cache: they are. "
             "ahead: with reading ahead; at once: each layer is read when it is its turn, as in the "
-            "seed. waiting: share of the time, from the disk. MLX: GB at most. "
-            "Seed: share of its baseline and of I/O on a Mac Studio (9B), and on an iPad (4B).",
+            "paper. waiting: share of the time, from the disk. MLX: GB at most. "
+            "Paper: share of its baseline and of I/O on a Mac Studio (9B), and on an iPad (4B).",
         )
         found = gathered(settings.rounds, partial(_sweep, settings, name))
         plain = median(found["all"]["rate"])
@@ -68,7 +68,7 @@ def residency(settings: Settings) -> None:
                      *["100%"] * 2, "100%"])  # fmt: skip
         head = ("resident", "layers", "disk: ahead", "at once", "times", "waiting: ahead",
                 "at once", "cache: ahead", "at once", "MLX, GB", "of plain: disk", "cache",
-                "seed")  # fmt: skip
+                "paper")  # fmt: skip
         table(head, rows)
     _whole_against_plain(settings)
 
@@ -118,7 +118,7 @@ def _whole_against_plain(settings: Settings) -> None:
     print(
         f"{count} rounds in turn of {settings.tokens} tokens, a process each. best: by the quickest"
     )
-    print("round. The seed: 64% of plain on an iPad, 32% on an iPhone. The aim: 98%.\n")
+    print("round. The paper: 64% of plain on an iPad, 32% on an iPhone. The target: 98%.\n")
     plain = found["plain"]["rate"]
     rows = [
         [label, rates(f["rate"]), ratios(f["rate"], plain, 3), f"{max(f['rate']) / max(plain):.3f}"]
@@ -132,8 +132,8 @@ def placement(settings: Settings) -> None:
     name = settings.names[0]
     section(
         f"Placement: {name}, 50% resident, from the disk",
-        f"{settings.rounds} rounds in turn of {settings.tokens} tokens. The seed, which reads when "
-        "a layer's turn comes: no more than 3% between them.",
+        f"{settings.rounds} rounds in turn of {settings.tokens} tokens. The paper, which reads "
+        "when a layer's turn comes: no more than 3% between them.",
     )
 
     def run() -> dict[str, dict[str, Any]]:
@@ -164,9 +164,9 @@ def overlap(settings: Settings) -> None:
         "calls, read ahead in the same way, and nothing is computed. computing alone: a token of "
         "the plain engine, all layers resident. token: at 0% resident, from the disk. computing "
         "beside reading: what its layers took meanwhile. times: a token over the larger of the "
-        "first two; the aim is 1.15 where they are alike. Rates are of bytes in the files, GB "
+        "first two; the target is 1.15 where they are alike. Rates are of bytes in the files, GB "
         "(10^9) a second; dd reads the files of the layers one by one, 16 MiB at a time. None of "
-        "them was in the system's cache. The aim is 85% of dd.",
+        "them was in the system's cache. The target is 85% of dd.",
     )
     rows, reading, wider = [], [], []
     for name in settings.names:
@@ -255,7 +255,7 @@ def prefill(settings: Settings) -> None:
     section(
         f"Prompts: {name}",
         f"{settings.prompt:,} tokens in chunks of the default length, and prompts of one chunk "
-        "(and one token more) of other lengths, once each. From the disk. The aim: 1.3 times "
+        "(and one token more) of other lengths, once each. From the disk. The target: 1.3 times "
         "resident. MLX: GB at most in that prompt. caches: what it leaves of them, MB.",
     )
     prompts = [(settings.prompt, None), *((chunk + 1, chunk) for chunk in settings.chunks)]
