@@ -94,7 +94,8 @@ INLINE I32 codes_at(const uint8_t *const *rows, int64_t at, int part) {
   return E2M1 ? e2m1(codes) : codes;
 }
 
-// The sums of q * v over blocks [first, end) for M vectors; lanes are rows.
+// The sums of q * v over blocks [first, end) for M vectors; lanes are rows. Upper digits come
+// first: shifted, their sums go on with the lower ones in the same registers.
 template <bool NIBBLES, bool E2M1, int M>
 INLINE void group_sums(const char *const *vectors, const uint8_t *const *rows, int64_t first,
                        int64_t end, int64_t ahead, bool is_8bit, I32 *out) {
