@@ -29,7 +29,7 @@ from toastkit.store.request import Request
 from toastkit.store.store import Store
 from toastkit.store.waiting import AHEAD, NOW
 
-LITTLE_BYTES = 64 << 10  # up to which tensors are copied from a mapped file
+MAX_COPIED_BYTES = 64 << 10  # of a tensor that is copied from a mapped file
 WIDENED_BYTES = 2 << 20  # from which on tensors are widened while they are read
 SAMPLED_MODULES = 3  # checked for an earlier quantisation
 Move = tuple[Holding, Form]
@@ -118,8 +118,8 @@ class Weights:
         mapped = {t.name for h, form in moves if form.mapped for t in h.tensors}
         mapped = {name for name in mapped if self.loaded_dtype(name) == self._store.dtype(name)}
         if self._store.mapping is not None:
-            # Read from the file, they would put small pages into its cache, with all around them.
-            mapped.update(name for name in names if self._store.nbytes(name) <= LITTLE_BYTES)
+            # Reading them from the file would leave small pages in its cache, before the map's.
+            mapped.update(n for n in names if self._store.nbytes(n) <= MAX_COPIED_BYTES)
         request = self._store.request(names, priority, at_once, widen, mapped, lazy=True)
         return Reading(moves, names, there, request)
 

@@ -18,7 +18,7 @@ from typing import cast
 
 PAGE = 4096  # no disk or system needs larger ones
 BOUNCE_BYTES = 4 << 20  # bounce buffer, per thread
-LARGE_PAGE = 2 << 20
+LARGE_PAGE = 2 << 20  # of x86 and ARM
 MIN_STRAIGHT = 64 << 10  # bytes of memory that deserve their own buffer in a call
 CACHESTAT = 451  # system call number, on all processors; Linux 6.5
 

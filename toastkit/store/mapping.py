@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from toastkit.model.safetensors import Entry
+from toastkit.store.direct import LARGE_PAGE
 from toastkit.store.raw import DTYPES, RawTensors
 from toastkit.threads import start_optional
 
-LARGE_PAGE = 2 << 20  # maps start at multiples, so that the system can use huge pages
 POPULATE_READ = 22  # of madvise: prefaults pages for reading; Linux 5.14
 AHEAD_BYTES = 64 << 20  # per madvise call, which needs no GIL; `close` can stop between two
 

@@ -224,7 +224,8 @@ class Store:
     ) -> tuple[dict[str, Stored | Stacked | Made | None], dict[Any, Job]]:
         """Where tensors come from, and the jobs that read them; kept, since layers are streamed in
         every step."""
-        if (names, widen) not in self._known_reads:
+        key = names, widen
+        if key not in self._known_reads:
             origins = {name: self._origin(name) for name in names}
             jobs: dict[Any, Job] = {}
             for name, origin in origins.items():
@@ -237,8 +238,8 @@ class Store:
                     jobs[name] = replace(job, widened=job.dtype in WIDENED and name in widen)
             if len(self._known_reads) == MAX_KNOWN_READS:
                 self._known_reads.clear()
-            self._known_reads[names, widen] = origins, jobs
-        return self._known_reads[names, widen]
+            self._known_reads[key] = origins, jobs
+        return self._known_reads[key]
 
     def _finish(
         self, origins: dict, mapped: dict[str, mx.array], lazy: bool, read: dict[Any, mx.array]

@@ -32,9 +32,10 @@ from toastkit.model.toast_format import (
     new_digest,
 )
 from toastkit.private_files import pwrite_all
+from toastkit.store.direct import LARGE_PAGE
 from toastkit.store.partial import Partial
 
-BLOCK_BYTES = 2 << 20  # a large page of x86 and ARM
+BLOCK_BYTES = LARGE_PAGE
 # Metadata: hex digest of everything else in the header, to detect changes there too.
 LAYOUT_KEY = "layout"
 

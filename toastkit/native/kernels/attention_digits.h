@@ -22,8 +22,6 @@ constexpr float MAX_QUERY = 127 * 256 + 127;   // digits in [-127, 127] and [-12
 constexpr float MAX_WEIGHT = 255 * 256 + 255;  // both in [0, 255]
 constexpr float MIN_ROW_PEAK = 0x1p-100f;      // rows whose largest magnitude is below become zeros
 
-INLINE I32 round_to_int(F32 v) { return (I32)_mm512_cvtps_epi32((__m512)v); }
-
 INLINE F32 from_digits(I32 upper, I32 lower) {
   return multiply_add(__builtin_convertvector(upper, F32), splat(256),
                       __builtin_convertvector(lower, F32));

@@ -24,9 +24,7 @@
 namespace {
 
 constexpr int BLOCK = 64;  // bytes of a row per step
-constexpr float MAX_DIGITS = 127 * 256 + 127;
 constexpr float MAX_PAIR_DIGITS = 119 * 256;  // 127 - 8: 16 l takes up to 8 of v' upper digit
-constexpr float MIN_PEAK = 0x1p-100f;  // groups whose largest magnitude is below become zeros
 
 INLINE bool in_pairs(const toast::Product &p) {
   const bool affine = p.matrix->bits == 4 && p.matrix->type != TOAST_E8M0;
@@ -132,13 +130,10 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
       max_bits = _mm512_max_epu32(max_bits, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
     }
     const uint32_t peak = _mm512_reduce_max_epu32(max_bits);
-    float step = of_bits(peak) / max_value, inverse_step = max_value / of_bits(peak);
-    if (peak >= 0x7f800000) step = of_bits(0x7fc00000);
-    if (peak >= 0x7f800000 || of_bits(peak) < MIN_PEAK) inverse_step = 0;
+    const auto [step, inverse] = GroupStep::of(peak, max_value);
     __m512i total = _mm512_setzero_si512();
-    for (int k = 0; inverse_step && k < m.group_size; k += LANES) {
-      __m512 value = (__m512)floats_at(x.type, x.data, start + k);
-      __m512i v = _mm512_cvtps_epi32(_mm512_mul_ps(value, _mm512_set1_ps(inverse_step)));
+    for (int k = 0; inverse && k < m.group_size; k += LANES) {
+      __m512i v = (__m512i)round_to_int(floats_at(x.type, x.data, start + k) * inverse);
       if (layout.pairs) v = round_to_pairs(v);
       total = _mm512_add_epi32(total, v);
       store_digits(layout, out, g * m.group_size + k, v);

@@ -13,8 +13,6 @@
 
 namespace {
 
-constexpr float MAX_DIGITS = 127 * 256 + 127;
-constexpr float MIN_PEAK = 0x1p-100f;  // groups whose largest magnitude is below become zeros
 // A prepared vector: blocks that each meet 16 bytes of weights, upper digits, then lower ones
 // (nibbles: those of even columns before odd ones); then, per group, d, d * sum of v, and sum of v.
 template <bool NIBBLES>
@@ -56,9 +54,7 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
     }
     int32_t peak = 0, total = 0;
     for (int i = 0; i < LANES; i++) peak = max_bits[i] > peak ? max_bits[i] : peak;
-    float step = of_bits(peak) / MAX_DIGITS, inverse_step = MAX_DIGITS / of_bits(peak);
-    if (peak >= 0x7f800000) step = of_bits(0x7fc00000);
-    if (peak >= 0x7f800000 || of_bits(peak) < MIN_PEAK) inverse_step = 0;
+    const auto [step, inverse] = GroupStep::of(peak, MAX_DIGITS);
     I32 totals = {};
     for (int k = 0; k < m.group_size; k += Layout<NIBBLES>::WEIGHTS) {
       Digits upper[2], lower[2];
@@ -66,7 +62,7 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
         I32 v[PARTS], high[PARTS];
         for (int i = 0; i < PARTS; i++) {
           F32 value = floats_at(x.type, x.data, start + k + 16 * half + LANES * i);
-          v[i] = inverse_step ? rounded(value * inverse_step) : I32{};
+          v[i] = inverse ? round_to_int(value * inverse) : I32{};
           totals += v[i];
           high[i] = (v[i] + 128) >> 8;
           v[i] = v[i] << 24 >> 24;
@@ -101,13 +97,15 @@ INLINE void group_sums(const char *const *vectors, const uint8_t *const *rows, i
                        int64_t end, int64_t ahead, bool is_8bit, I32 *out) {
   constexpr int PARTS = NIBBLES ? 2 : 1;
   I32 sums[M][REGISTERS] = {};
-  for (int64_t b = first; M <= 2 && b < end; b++) {
-    if (b % (LINE / 16)) continue;
+  for (int64_t at = (first * 16 + LINE - 1) / LINE * LINE; ahead && at < end * 16; at += LINE)
 #pragma GCC unroll 8
-    for (int j = 0; j < LANES; j++) prefetch(rows[j] + b * 16 + ahead);
-  }
+    for (int j = 0; j < LANES; j++) prefetch(rows[j] + at + ahead);
 #pragma GCC unroll 2
   for (int digit = 0; digit < 2; digit++) {
+#pragma GCC unroll 4
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+      for (int j = 0; digit && j < REGISTERS; j++) sums[i][j] = sums[i][j] << 8;
     for (int64_t b = first; b < end; b++) {
 #pragma GCC unroll 2
       for (int part = 0; part < PARTS; part++) {
@@ -124,10 +122,6 @@ INLINE void group_sums(const char *const *vectors, const uint8_t *const *rows, i
         }
       }
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < M; i++)
-#pragma GCC unroll 4
-      for (int j = 0; !digit && j < REGISTERS; j++) sums[i][j] = sums[i][j] << 8;
   }
 #pragma GCC unroll 4
   for (int i = 0; i < M; i++) out[i] = sums_of_rows(sums[i]);
@@ -217,7 +211,8 @@ static void digit_tile(const toast::Product &p, const toast::ExpertBatch &batch,
   const auto layout = Layout<NIBBLES>::of(m);
   const int64_t blocks = m.group_size / Layout<NIBBLES>::WEIGHTS;
   const bool is_8bit = m.bits == 8;
-  const int64_t ahead = LANES * row_bytes(m);  // to the next tile
+  // To the next tile, whose rows are read from here if they are not unpacked first.
+  const int64_t ahead = M <= 2 && (NIBBLES || is_8bit) ? LANES * row_bytes(m) : 0;
   const char *vectors[M];
   const uint8_t *rows[LANES];
   int64_t numbers[LANES];

@@ -19,8 +19,6 @@ constexpr int many(bool) { return 2; }
 #endif
 const toast::Instructions &in_float32 = toast::neon;
 
-INLINE I32 rounded(F32 v) { return (I32)vcvtnq_s32_f32((float32x4_t)v); }
-
 // 16 numbers of eight bits.
 INLINE Digits narrowed(const I32 *v) {
   int16x8_t wide[2];
@@ -71,8 +69,6 @@ INLINE I32 sums_of_rows(const I32 *v) {
 
 constexpr int many(bool nibbles) { return nibbles ? 2 : 3; }  // what registers have room for
 const toast::Instructions &in_float32 = toast::avx2;
-
-INLINE I32 rounded(F32 v) { return (I32)_mm256_cvtps_epi32((__m256)v); }
 
 // 16 numbers of eight bits.
 INLINE Digits narrowed(const I32 *v) {

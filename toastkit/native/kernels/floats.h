@@ -44,6 +44,14 @@ INLINE void prepare_floats(const toast::Product &p, int64_t row) {
     store(out + k, some_floats_at(x.type, x.data, row * x.stride + k, int(columns - k)));
 }
 
+template <int M, int N>
+INLINE void horizontal_sums(const F32 (*sums)[N], float (*out)[N]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < M; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++) out[i][j] = horizontal_sum(sums[i][j]);
+}
+
 // out[i][j] = a[i] . b[j], M x N: one accumulator each, reduced at the end. b: rows `stride` bytes
 // apart. Prefetches some bytes ahead in these rows, and at their end the next N rows. The hardware
 // prefetcher suffices for float32 rows once M >= 3.
@@ -84,10 +92,7 @@ INLINE void dot_products(const float *const *a, const char *b, int64_t stride, i
       for (int i = 0; i < M; i++)
         sums[i][j] = multiply_add(load<F32>(a[i] + k), row, sums[i][j]);
     }
-#pragma GCC unroll 8
-  for (int i = 0; i < M; i++)
-#pragma GCC unroll 8
-    for (int j = 0; j < N; j++) out[i][j] = horizontal_sum(sums[i][j]);
+  horizontal_sums<M, N>(sums, out);
 }
 
 // Rows [first, end), `stride` bytes apart.
@@ -175,10 +180,7 @@ INLINE void dot_packed(const toast_matrix &m, const float *const *a, int64_t row
       }
     }
   }
-#pragma GCC unroll 8
-  for (int i = 0; i < M; i++)
-#pragma GCC unroll 8
-    for (int j = 0; j < N; j++) out[i][j] = horizontal_sum(sums[i][j]);
+  horizontal_sums<M, N>(sums, out);
 }
 
 // Unpacks N rows from row `first` of an expert, and multiplies a batch of M vectors by them.

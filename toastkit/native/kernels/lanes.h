@@ -102,6 +102,18 @@ INLINE F32 times_power_of_two(F32 x, F32 n) {
 #endif
 }
 
+#if defined(__AVX2__) || defined(__aarch64__)
+INLINE I32 round_to_int(F32 v) {  // half to even
+#if defined(__AVX512F__)
+  return (I32)_mm512_cvtps_epi32((__m512)v);
+#elif defined(__AVX2__)
+  return (I32)_mm256_cvtps_epi32((__m256)v);
+#else
+  return (I32)vcvtnq_s32_f32((float32x4_t)v);
+#endif
+}
+#endif
+
 INLINE float horizontal_sum(F32 v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);

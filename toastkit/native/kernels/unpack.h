@@ -1,4 +1,5 @@
-// Dequantisation of weights: packed codes to bytes, and rows to float32.
+// Dequantisation of weights: packed codes to bytes, and rows to float32. And the steps that groups
+// of activations are quantised with.
 #pragma once
 
 #include "lanes.h"
@@ -111,6 +112,20 @@ INLINE void scale_and_bias(const toast_matrix &m, int64_t at, F32 &scale, F32 &b
   scale = splat(scales_at(m, m.scales, at, 1)[0]), bias = scale * E2M1_BIAS;
   if (m.type != TOAST_E8M0) bias = splat(scales_at(m, m.biases, at, 1)[0]);
 }
+
+constexpr float MAX_DIGITS = 127 * 256 + 127;
+constexpr float MIN_PEAK = 0x1p-100f;  // groups whose largest magnitude is below become zeros
+
+// Of a group of activations, whose largest magnitude has the bits `peak` and becomes `largest`. The
+// inverse is 0 if all become zeros; a group with infinity or NaN has NaN for a step.
+struct GroupStep {
+  float step, inverse;
+  INLINE GroupStep of(uint32_t peak, float largest) {
+    const bool finite = peak < 0x7f800000;
+    return {finite ? of_bits(peak) / largest : of_bits(0x7fc00000),
+            finite && of_bits(peak) >= MIN_PEAK ? largest / of_bits(peak) : 0};
+  }
+};
 
 // Dequantises a row to float32, zero-padded to a multiple of LANES. bytes: scratch, (columns).
 INLINE void dequantise_weights(const toast_matrix &m, int64_t row, uint8_t *bytes, float *out) {
