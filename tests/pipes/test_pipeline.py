@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 pytest.importorskip("mlx.core")
 
 from tests.hostile import run_without_privileges
+from tests.model.published import write_published
 from toastkit.frames import (
     End,
     Error,
@@ -31,6 +33,7 @@ from toastkit.frames import (
 from toastkit.model.config import fingerprint, load_config
 from toastkit.model.locate import locate
 from toastkit.session.feed import FeedReader
+from toastkit.text.vocabulary import MIN_BYTES
 
 PROMPTS = json.loads((Path(__file__).parent.parent / "reference.json").read_bytes())["prompts"]
 FLOAT32 = ["--dtype", "float32"]
@@ -85,6 +88,29 @@ def test_the_reference(pipeline) -> None:
         (read,) = only(Prefilled, run)
         assert (read.n_past, read.n_new, read.n_cached) == (start, start, 0)
         assert "".join(t.s for t in only(Text, run)) == greedy_text(prompt)
+
+
+def test_a_large_vocabulary_is_read_from_its_table(pipeline, tmp_path: Path) -> None:
+    """The first commands make it in the background; all answer the same."""
+    model = write_published(tmp_path / "model", "llama")
+    with open(model / "tokenizer.json", "ab") as file:
+        file.write(b" " * MIN_BYTES)  # which makes it another file, and a large one
+    cache = tmp_path / "cache"
+    stages = ["prefill"], ["decode"], ["sample", "--temp", "0", "-n", "9"], ["detokenize"]
+
+    def answer() -> bytes:
+        first = ["tokenize", "-m", str(model), "Who are you, Zoë? <|im_end|>"]
+        done = pipeline(first, *stages, env={"XDG_CACHE_HOME": str(cache)})
+        assert done.codes == [0] * 5, done.errors
+        return done.out
+
+    whole = answer()
+    assert whole
+    deadline = time.monotonic() + 60
+    while not (made := list(cache.glob("toastkit/tokenizers/" + "?" * 32))):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert answer() == whole and len(made) == 1
 
 
 def check_first(token: Token, prompt: dict) -> None:

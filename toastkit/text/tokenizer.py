@@ -15,6 +15,7 @@ from toastkit.text import library, pieces
 from toastkit.text.bounded_json import parse
 from toastkit.text.chat_template import SmallFiles, read_templates
 from toastkit.text.exact_numbers import counted
+from toastkit.text.vocabulary import Vocabulary, open_vocabulary
 
 # End a turn if the checkpoint's template writes them, whether or not a config says so.
 _END_OF_TURN = (
@@ -33,13 +34,13 @@ class Tokenizer:
     of the end-of-turn markers in the chat template. special_ids: ids of the tokens flagged special.
     special_tokens: bos_token, ... -> text. templates: name -> Jinja source of the chat templates.
     bos_id: None if there is none. Raises NoInputError if tokenizer.json is missing, DataError if a
-    file is broken.
+    file is broken. partly: load only the words of the texts that it is given, where that is faster.
     """
 
-    def __init__(self, files: SmallFiles):
+    def __init__(self, files: SmallFiles, partly: bool = True):
         self.name = files.name
-        self._tokenizer = _load(files)
-        self._added = self._tokenizer.get_added_tokens_decoder()
+        self._vocabulary = _load(files, partly)
+        self._added = self._vocabulary.rules.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
         config = _read_json(files, "config.json")
         generation = _read_json(files, "generation_config.json")
@@ -54,12 +55,12 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """Highest id + 1, including added tokens and holes in the numbering."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return self._vocabulary.highest + 1
 
     def check_fits(self, vocab: int) -> None:
         """Raise DataError if ordinary text could give ids outside a model's `vocab`. Added tokens
         beyond it are common, and harmless until used."""
-        size = self._tokenizer.get_vocab_size(with_added_tokens=False)
+        size = self._vocabulary.size
         if size > vocab:
             raise DataError(
                 f"{self.name}: the tokenizer has {counted(size, 'token')}, the model {vocab}",
@@ -104,7 +105,8 @@ class Tokenizer:
 
         def encode() -> list[list[int]]:
             # Not `encode`: that holds the GIL, and computes unused offsets.
-            found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special)
+            tokenizer = self._vocabulary.loaded_for(texts)
+            found = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special)
             return [one.ids for one in found]
 
         try:
@@ -120,7 +122,8 @@ class Tokenizer:
     @cached_property
     def _post_processor_faults(self) -> list[str | None]:
         """Faults without and with special tokens."""
-        return [library.post_processor_fault(self._tokenizer, special) for special in (False, True)]
+        rules = self._vocabulary.rules
+        return [library.post_processor_fault(rules, special) for special in (False, True)]
 
     def _surrounding_ids(self, text: str) -> tuple[list[int], list[int]]:
         """Return what the post-processor puts before and after a text."""
@@ -134,7 +137,7 @@ class Tokenizer:
     @cached_property
     def reach(self) -> int | None:
         """Most characters of a text that a token stands for, None if unbounded."""
-        return library.reach(self._tokenizer)
+        return self._vocabulary.reach
 
     def encode_prompt(self, text: str, templated: bool, most: int | None = None) -> list[int]:
         """Return the token ids of a prompt.
@@ -173,20 +176,20 @@ class Tokenizer:
         """Return the text of token ids exactly as `tokenizers` decodes them."""
         return library.call(
             f"cannot decode tokens of {self.name}",
-            lambda: self._tokenizer.decode(ids, skip_special_tokens=not keep_special),
+            lambda: self._vocabulary.whole().decode(ids, skip_special_tokens=not keep_special),
         )
 
     def token(self, token_id: int) -> str:
         """Return a token as the vocabulary spells it. Raises DataError for an id that is not in
         it."""
-        token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        token = self._vocabulary.token(token_id) if 0 <= token_id < 2**32 else None
         if token is None:
             raise DataError(f"token {token_id} is not in the vocabulary of {self.name}")
         return token
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, or None."""
-        return self._tokenizer.token_to_id(token)
+        return self._vocabulary.token_id(token)
 
     @cached_property
     def special_texts(self) -> frozenset[str]:
@@ -196,7 +199,7 @@ class Tokenizer:
     @cached_property
     def decoder_json(self) -> str:
         """The decoder section of tokenizer.json, "null" if absent."""
-        decoder = self._tokenizer.decoder
+        decoder = self._vocabulary.rules.decoder
         return "null" if decoder is None else decoder.__getstate__().decode()
 
     def _bos_id(self, config: dict, generation: dict) -> int | None:
@@ -226,8 +229,8 @@ class Tokenizer:
         return markers
 
 
-def _load(files: SmallFiles) -> Any:
-    """Load the `tokenizers.Tokenizer`. Raises as Tokenizer."""
+def _load(files: SmallFiles, partly: bool) -> Vocabulary:
+    """Load the vocabulary and its rules. Raises as Tokenizer."""
     data = files.read("tokenizer.json")
     if data is None:
         hint = "the checkpoint needs the tokenizers-library format; convert it with transformers"
@@ -235,7 +238,7 @@ def _load(files: SmallFiles) -> Any:
             hint = f"toast-model pull {files.name} fetches it where the hub has one"
         raise NoInputError(f"{files.name}: no tokenizer.json", hint)
     try:
-        return library.load(data)
+        return open_vocabulary(data, partly)
     except DataError as error:
         reason = error.message.replace("Cannot instantiate Tokenizer from buffer: ", "")
         raise DataError(f"{files.name}: {reason}") from error
