@@ -18,6 +18,8 @@ from toastkit.commands.stdin import (
 )
 from toastkit.errors import DataError, UsageError
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, at
+from toastkit.text.chat_template import begin
+from toastkit.text.tokenizer import templates
 
 
 def prompt_tokenizer(flags: dict[str, Any], later: bool = False) -> PromptTokenizer:
@@ -38,6 +40,8 @@ def prompt_tokenizer(flags: dict[str, Any], later: bool = False) -> PromptTokeni
         max_tokens=flags.get("max_tokens"),
         note=None if flags["quiet"] else say,
     )
+    if not options.raw:
+        begin(templates(files).values())
     made = PromptTokenizer(files, load_config(files), options)
     if not later:
         made.tokenizer  # noqa: B018

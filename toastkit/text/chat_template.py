@@ -64,6 +64,15 @@ def read_templates(files: SmallFiles, *settings: Mapping[str, Any]) -> dict[str,
     return templates
 
 
+def begin(templates: Iterable[str]) -> None:
+    """Start the process that renders templates, if one of these is to be rendered there, without
+    waiting for it: starting takes as long as opening a model."""
+    if not all(map(_is_known, templates)):
+        from toastkit.text import template_child
+
+        template_child.begin()
+
+
 def choose(templates: Mapping[str, str], tools: list | None, name: Any, of: str) -> str | None:
     """Return the source of the template for a prompt: the named one, else with tools the one for
     tools, else the default; None if there are no templates at all. of: names the checkpoint. Raises
@@ -220,7 +229,7 @@ def _answer(source: str, variables: dict[str, Any], arguments: list[str]) -> dic
     if len(source) > MAX_SOURCE:
         raise DataError(f"chat template: it is over {MAX_SOURCE} characters long")
     job = {"template": source, "variables": variables, "arguments": arguments}
-    if hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest() in KNOWN:
+    if _is_known(source):
         from toastkit.text.sandbox import answer
 
         return answer(job)
@@ -232,6 +241,10 @@ def _answer(source: str, variables: dict[str, Any], arguments: list[str]) -> dic
         raise DataError("messages: nested too deep for a template") from error
     except Stopped as error:
         return {"error": str(error), "stopped": True}
+
+
+def _is_known(source: str) -> bool:
+    return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest() in KNOWN
 
 
 def _unmentioned(given: Iterable[str], mentioned: list[str]) -> Iterable[str]:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from toastkit.errors import UnavailableError
@@ -30,6 +31,7 @@ _BOOT = f"""import sys
 sys.path += sys.argv[1:]
 from toastkit.text.sandbox import serve
 serve({MEMORY_BYTES}, {BASE_CHARACTERS}, {HEADER_BYTES})"""
+_FAILED = "cannot start the process that renders templates"
 _KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH")  # strftime_now's time zone; Python's own libraries
 
 
@@ -38,14 +40,14 @@ class Stopped(Exception):
 
 
 class _Child:
-    """A running child. Raises UnavailableError if it cannot be started."""
+    """A running child. Raises UnavailableError if it cannot be started, which `ask` may find."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
+        self._is_ready = False
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-I", "-S", "-c", _BOOT, *package_roots()]
         variables = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-        failed = UnavailableError("cannot start the process that renders templates")
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -54,12 +56,7 @@ class _Child:
                 )  # fmt: skip
         except OSError as error:
             self._socket.close()
-            raise failed from error
-        try:
-            self._receive(time.monotonic() + START_SECONDS)
-        except (OSError, Stopped) as error:
-            self.end()
-            raise failed from error
+            raise UnavailableError(_FAILED) from error
 
     def alive(self) -> bool:
         """True if it is running, and this process is not a fork of the one that started it."""
@@ -67,6 +64,12 @@ class _Child:
 
     def ask(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return the reply to a job. Raises Stopped."""
+        if not self._is_ready:
+            try:
+                self._receive(time.monotonic() + START_SECONDS)
+            except (OSError, Stopped) as error:
+                raise UnavailableError(_FAILED) from error
+            self._is_ready = True
         deadline = time.monotonic() + seconds
         data = json.dumps({**job, "seconds": seconds}).encode()
         try:
@@ -139,22 +142,32 @@ def ask(job: dict[str, Any], seconds: float) -> dict[str, Any]:
     Raises Stopped if it took longer than `seconds`, too much memory or wrote too much,
     UnavailableError if no child can be started.
     """
-    global _child
     with _lock:
-        if _child is None:
-            atexit.register(end)
-        elif not _child.alive():
-            _child.end()
-            _child = None
         try:
-            _child = _child or _Child()
-            reply = _child.ask(job, seconds)
+            reply = _started().ask(job, seconds)
         except BaseException:  # an interrupt as well: the next job would get its reply
             _end()
             raise
         if reply.get("stopped"):
             _end()
         return reply
+
+
+def begin() -> None:
+    """Start the child, if there is none, without waiting for it. A failure is found by `ask`."""
+    with _lock, suppress(UnavailableError):
+        _started()
+
+
+def _started() -> _Child:
+    global _child
+    if _child is None:
+        atexit.register(end)
+    elif not _child.alive():
+        _child.end()
+        _child = None
+    _child = _child or _Child()
+    return _child
 
 
 def end() -> None:
