@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from threading import Thread
+
+T = TypeVar("T")
 
 
 def start_optional(work: Callable[[], object], name: str) -> Thread | None:
@@ -20,3 +22,29 @@ def start_optional(work: Callable[[], object], name: str) -> Thread | None:
     except RuntimeError:
         return None
     return thread
+
+
+def begin(work: Callable[[], T], name: str) -> Callable[[], T]:
+    """Start `work` on a background thread, if there can be one. Return a function that waits for
+    its result, and raises what it raised; it may be called repeatedly."""
+    done: list[tuple[T | None, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            done.append((work(), None))
+        except BaseException as error:
+            done.append((None, error))
+
+    thread = start_optional(run, name)
+
+    def result() -> T:
+        if thread is not None:
+            thread.join()
+        elif not done:
+            run()
+        value, error = done[0]
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    return result

@@ -67,7 +67,7 @@ import sys
 from toastkit.commands.engines import attach
 flags = {"no_daemon": False, "device": "auto", "dtype": None, "kv_bits": None, "verbose": True}
 before = set(sys.modules)
-assert attach(flags, "ab" * 16) is None
+assert attach(flags, lambda: 1 / 0) is None
 print(*sorted(set(sys.modules) - before))
 """
 
@@ -88,21 +88,21 @@ def test_where_a_daemon_is_looked_for(monkeypatch: pytest.MonkeyPatch, capsys) -
 
     with FakeDaemon([HELLO]) as daemon:
         monkeypatch.setenv("TOAST_SOCKET", daemon.path)
-        assert engines.attach({**FLAGS, "no_daemon": True}, MODEL) is None
+        assert engines.attach({**FLAGS, "no_daemon": True}, lambda: MODEL) is None
         assert daemon.connections == 0
-        engine = engines.attach(FLAGS, MODEL)
+        engine = engines.attach(FLAGS, lambda: MODEL)
         assert engine.vocab == VOCAB
         engine.close()
         assert f"using the weights of the daemon at {daemon.path}\n" in capsys.readouterr().err
     monkeypatch.setenv("TOAST_SOCKET", "x" * 200)
     with pytest.raises(UsageError):
-        engines.attach(FLAGS, MODEL)
+        engines.attach(FLAGS, lambda: MODEL)
 
     def refuse() -> str:
         raise CannotCreateError("it belongs to another user")
 
     monkeypatch.setattr(paths, "socket_path", refuse)
-    assert engines.attach(FLAGS, MODEL) is None
+    assert engines.attach(FLAGS, lambda: MODEL) is None
 
 
 def test_the_attach_request() -> None:

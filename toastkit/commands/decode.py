@@ -170,7 +170,7 @@ def _open(tokenizer, flags, signals, insisted) -> tuple[Any, bool]:
     if policies.gives_up:
         signals.on_memory_warning()
     if not policies.changes_results:
-        engine = attach(flags, tokenizer.fingerprint, insisted)
+        engine = attach(flags, lambda: tokenizer.fingerprint, insisted)
         if engine is not None:
             return engine, False
     return open_unloaded(tokenizer.files, flags, policies, signals), True

@@ -4,6 +4,7 @@ names it; kept for the next run."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -63,7 +64,7 @@ class Engines:
         files = self._located(head) if self._flags["model"] else None
         engine: StepEngine | None = None
         if not self._policies.changes_results:
-            engine = attach(self._flags, head.fingerprint, self._insisted)
+            engine = attach(self._flags, lambda: head.fingerprint, self._insisted)
         if engine is None:
             files = files or self._located(head)
             engine = open_unloaded(files, self._flags, self._policies, self._signals)
@@ -84,7 +85,7 @@ class Engines:
 
 
 def attach(
-    flags: dict[str, Any], fingerprint: str, insisted: str | None = None
+    flags: dict[str, Any], fingerprint: Callable[[], str], insisted: str | None = None
 ) -> StepEngine | None:
     """A daemon's engine for the model, if one runs it as the flags would; else None. Without a
     daemon this costs one look at a path; if the command line says how products are computed, none
@@ -100,7 +101,7 @@ def attach(
 
     tell = say if flags["verbose"] else None
     device, dtype, kv_bits = (flags[name] for name in ("device", "dtype", "kv_bits"))
-    return attach_to_daemon(path, fingerprint, device, dtype, kv_bits, tell, insisted)
+    return attach_to_daemon(path, fingerprint(), device, dtype, kv_bits, tell, insisted)
 
 
 def _daemon_socket() -> str | None:

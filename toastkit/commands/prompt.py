@@ -43,6 +43,7 @@ def prompt_tokenizer(flags: dict[str, Any], later: bool = False) -> PromptTokeni
     if not options.raw:
         begin(templates(files).values())
     made = PromptTokenizer(files, load_config(files), options)
+    made.begin()
     if not later:
         made.tokenizer  # noqa: B018
     return made

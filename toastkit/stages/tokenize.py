@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from toastkit.text import pieces
 from toastkit.text.exact_numbers import are, counted
 from toastkit.text.messages import AS_TEXT, content_text, documents, with_text
 from toastkit.text.tokenizer import Tokenizer
+from toastkit.threads import begin
 
 # Room that --truncate leaves for the answer without --max-tokens.
 ANSWER_ROOM = 256
@@ -87,6 +88,7 @@ class PromptTokenizer:
         self._config = config
         self._options = options
         self._noted: set[str] = set()
+        self._fingerprint: Callable[[], str] = cache(partial(fingerprint, files))
         if tokenizer is not None:
             tokenizer.check_fits(config.vocab)
             self.tokenizer = tokenizer
@@ -98,10 +100,14 @@ class PromptTokenizer:
         tokenizer.check_fits(self.vocab)
         return tokenizer
 
-    @cached_property
+    def begin(self) -> None:
+        """Start making the fingerprint, on a thread: it is reading and hashing."""
+        self._fingerprint = begin(self._fingerprint, "fingerprint")
+
+    @property
     def fingerprint(self) -> str:
         """The checkpoint's, which does not require its tokenizer."""
-        return fingerprint(self.files)
+        return self._fingerprint()
 
     def render(self, prompt: Prompt) -> str:
         """The text to tokenise. Without a template, messages are joined by blank lines."""
