@@ -182,7 +182,11 @@ def over(ours: list[float], theirs: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="small,large,olmoe")
-    parser.add_argument("--what", default="decode,16,256,2048", help="decode, xN, prompts")
+    parser.add_argument(
+        "--what",
+        default="decode,16,256,2048",
+        help="decode, xN: N together, N: a prompt of N tokens",
+    )
     parser.add_argument("--engines", default="|".join((MLX, LLAMA, ACTIVE, OURS)), help="A|B|...")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--llama", default=sys.executable, metavar="PYTHON")

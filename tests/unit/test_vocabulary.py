@@ -13,7 +13,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toastkit.text import library, vocabulary
+from toastkit.text import library, vocabulary, vocabulary_making
 from toastkit.text.vocabulary import PartialVocabulary, WholeVocabulary, open_vocabulary
 from toastkit.text.vocabulary_making import contents, make
 from toastkit.text.vocabulary_table import Table, table_path
@@ -202,13 +202,31 @@ def test_old_tables_are_removed(data: bytes) -> None:
     assert len(os.listdir(os.path.dirname(table_path(data)))) == 17  # with the lock
 
 
-@pytest.mark.parametrize("texts", [["ab" * 40_000], [f"ab{n}" for n in range(200)]])
+@pytest.mark.parametrize("texts", [["ab" * 20_000], [f"ab{n}" for n in range(9)]])
 def test_what_takes_longer_than_loading_all_words_loads_them(data: bytes, texts: list[str]) -> None:
     tokenizer = library.load(data)
-    part = PartialVocabulary(Table(contents(tokenizer)), lambda: tokenizer)
+    part = PartialVocabulary(Table(contents(tokenizer)), lambda: tokenizer, lookups=30_000)
     found = [ids(part.loaded_for([text]), [text], True)[0] for text in texts]
     assert found == ids(tokenizer, texts, True)
     assert part.loaded_for(["a"]) is tokenizer
+
+
+def test_a_table_that_gives_other_ids_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the texts that it is tried with is encoded with its words alone."""
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    document = {"version": "1.0", "model": model}
+    assert Table(contents(loaded(document))).usable
+    calls = 0
+
+    def without_merges(self: Table, numbers: Any) -> tuple[dict[str, int], list]:
+        nonlocal calls
+        calls += 1
+        vocab, merges = part(self, numbers)
+        return vocab, merges if calls < 2 * vocabulary_making.SAMPLES else []
+
+    part = Table.part
+    monkeypatch.setattr(Table, "part", without_merges)
+    assert not Table(contents(loaded(document))).usable
 
 
 def test_a_hostile_vocabulary_is_not_searched_for_long() -> None:

@@ -8,6 +8,7 @@ encoding of a text comes upon no others.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ from toastkit.text.vocabulary_table import Table, table_path
 
 MIN_BYTES = 1 << 20  # of a tokenizer.json; a smaller one is loaded in a few milliseconds
 MAX_CHARACTERS = 1 << 15  # of texts whose words are looked up one by one
-MAX_LOOKUPS = 1 << 18  # of a process: they take a third of the time that loading all words takes
+WORD_LOOKUPS = 2  # a word of a vocabulary: they take a third of the time that loading it takes
 CALL_LOOKUPS = 1 << 12  # as many lookups as loading a text's words takes
 
 
@@ -64,13 +65,15 @@ class WholeVocabulary:
 
 
 class PartialVocabulary:
-    """The words of each text; attributes and methods as of WholeVocabulary. load: the whole
-    tokenizer, for texts too long or too many."""
+    """The words of each text; attributes and methods as of WholeVocabulary.
 
-    def __init__(self, table: Table, load: Callable[[], Any]):
+    load: the whole tokenizer, for texts too long or too many. lookups: in the table, before that.
+    """
+
+    def __init__(self, table: Table, load: Callable[[], Any], lookups: float = math.inf):
         self._table = table
         self._load = load
-        self._left = MAX_LOOKUPS
+        self._left = lookups
         self._loaded: Any = None
         self.rules = library.load(table.rules)
         self.size, self.highest, self.reach = table.size, table.highest, table.reach
@@ -93,8 +96,7 @@ class PartialVocabulary:
         if self._loaded is not None or sum(map(len, texts)) > MAX_CHARACTERS:
             return self.whole()
         words = self._words(texts)
-        longest = self._table.longest
-        self._left -= CALL_LOOKUPS + sum(len(word) * min(len(word), longest) for word in words)
+        self._left -= CALL_LOOKUPS + sum(map(self._table.lookups, words))
         if self._left < 0:
             return self.whole()
         found = set(self._table.always)
@@ -141,7 +143,8 @@ def open_vocabulary(data: bytes, partly: bool) -> Vocabulary:
     if partly and len(data) >= MIN_BYTES:
         table = Table.find(data)
         if table is not None and table.usable:
-            return PartialVocabulary(table, lambda: library.load(data))
+            lookups = WORD_LOOKUPS * table.size
+            return PartialVocabulary(table, lambda: library.load(data), lookups)
         if table is None:
             _make_meanwhile(data)
     return WholeVocabulary(library.load(data))

@@ -103,6 +103,11 @@ class Table:
         number = self._number(data, 0, len(data), zlib.crc32(data))
         return None if number is None else self._ids[number]
 
+    def lookups(self, word: str) -> int:
+        """Return how many lookups `within` takes for a word."""
+        most = min(len(word), self.longest)
+        return most * len(word) - most * (most - 1) // 2
+
     def within(self, word: str) -> Iterator[int]:
         """Yield the numbers of the table's words that occur in this one, or in what remains of it
         where the library drops characters that are no words."""
