@@ -16,7 +16,7 @@ static bool is_available() {
   return granted;
 }
 
-constexpr int64_t MIN_BATCH = 8;  // fewer vectors are faster without tiles
+constexpr int64_t MIN_BATCH = 6;  // fewer vectors are faster without tiles
 
 // Small batches use VBMI's kernel, on the same prepared vectors; a test of this file alone has
 // none.

@@ -242,7 +242,7 @@ static void multiply_many(const toast::Product &p, const toast::ExpertBatch &bat
 constexpr int64_t BUFFER_BYTES =
     (toast::MAX_BATCH * 64 + 2 * 16 * 64 + BLOCK_COLUMNS * 16) * TILE_ROWS;
 
-// Largest batch that takes digit_rows: fewer where unpacking is expensive, more on Zen 5. None with
+// Largest batch that takes digit_rows: fewer where unpacking is expensive, and on Zen 4. None with
 // AMX: amx_int8.cpp sends small batches elsewhere.
 #if defined(__AMX_INT8__)
 template <class B>
@@ -254,7 +254,7 @@ constexpr int MAX_FEW = B::BYTES == BLOCK && B::PLANES < 4 ? 5 : 3;
 
 template <class B>
 INLINE int max_few() {
-  return toast::is_zen5 ? MAX_FEW<B> : std::min(MAX_FEW<B>, B::BYTES == BLOCK ? 3 : 2);
+  return toast::is_zen4 ? std::min(MAX_FEW<B>, B::BYTES == BLOCK ? 3 : 2) : MAX_FEW<B>;
 }
 
 // A batch of M vectors at most times up to 16 rows. ahead, next_row: as in digit_rows.

@@ -194,16 +194,16 @@ int multiply(const toast_product *products, int32_t n) {
 
 }  // namespace
 
+// That of an AMD processor, else 0.
+static unsigned amd_family() {
 #if defined(__x86_64__)
-static bool is_family_1a() {
   unsigned a, b, c, d;
-  const bool amd = __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx;
-  return amd && __get_cpuid(1, &a, &b, &c, &d) && (a >> 8 & 15) + (a >> 20 & 255) == 0x1a;
-}
-const bool is_zen5 = is_family_1a();
-#else
-const bool is_zen5 = false;
+  if (__get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && __get_cpuid(1, &a, &b, &c, &d))
+    return (a >> 8 & 15) + (a >> 20 & 255);
 #endif
+  return 0;
+}
+const bool is_zen4 = amd_family() == 0x19, is_zen5 = amd_family() == 0x1a;
 
 const Instructions &instructions() {
   const Instructions *now = chosen.load(std::memory_order_relaxed);

@@ -67,8 +67,8 @@ extern const AttentionCode avx512_attention, avx2_attention, neon_attention;
 enum ArmFeature { DOTPROD, I8MM };
 bool has(ArmFeature feature);
 
-// AMD's family 1Ah. Reads that hit L2 stall there, and multiplications leave room beside them.
-extern const bool is_zen5;
+// AMD's families 19h (of which Zen 4 has AVX-512) and 1Ah. Reads that hit L2 stall on Zen 5.
+extern const bool is_zen4, is_zen5;
 
 // Thread-local scratch of a kind, aligned to 64 bytes, valid until the next request for that kind;
 // NULL if out of memory.
