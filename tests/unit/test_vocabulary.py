@@ -194,6 +194,14 @@ def test_a_table_that_others_may_write_is_none(data: bytes) -> None:
     assert not make(data)
 
 
+def test_what_fails_is_not_begun_again(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(vocabulary_making, "contents", lambda tokenizer: 1 // 0)
+    begun: list[bytes] = []
+    monkeypatch.setattr(vocabulary, "_make_meanwhile", begun.append)
+    assert not make(data)
+    assert isinstance(open_vocabulary(data, partly=True), WholeVocabulary) and not begun
+
+
 def test_old_tables_are_removed(data: bytes) -> None:
     for blanks in range(20):
         assert make(data + b" " * blanks)

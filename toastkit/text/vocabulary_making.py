@@ -27,7 +27,6 @@ from toastkit.text.vocabulary_table import Table, pack, table_path
 MAX_TABLES = 16
 SAMPLES, SAMPLE_TOKENS = 200, 12  # texts that a table is tested with, and their tokens
 OPTIONS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
-UNUSABLE: dict[str, Any] = {"usable": False}
 
 
 def make(data: bytes) -> bool:
@@ -45,8 +44,13 @@ def make(data: bytes) -> bool:
             return False
         table = Table.find(data)
         if table is None:
+            tokenizer = library.load(data)
+            try:
+                made = contents(tokenizer)
+            except Exception:  # or each command would begin it again
+                made = _unusable()
             _remove_old(folder)
-            replace_file(path, contents(library.load(data)), sync=False)
+            replace_file(path, made, sync=False)
             table = Table.find(data)
         return table is not None and table.usable
     finally:
@@ -57,16 +61,20 @@ def contents(tokenizer: Any) -> bytes:
     """Return the table of a `tokenizers.Tokenizer`: one that says that it cannot be used, where a
     text's words would not do, or do not in a test."""
     document = json.loads(tokenizer.to_str())
-    unusable = pack(UNUSABLE)
-    assert unusable is not None
     model = document["model"]
     # A word whose id is another's too is not written.
     if not _is_local(model) or len(model["vocab"]) != WholeVocabulary(tokenizer).size:
-        return unusable
+        return _unusable()
     words = sorted((token_id, text) for text, token_id in model["vocab"].items())
     made = pack(_header(document, tokenizer), words, list(map(tuple, model["merges"])))
     if made is None or not _agrees(PartialVocabulary(Table(made), lambda: tokenizer), tokenizer):
-        return unusable
+        return _unusable()
+    return made
+
+
+def _unusable() -> bytes:
+    made = pack({"usable": False})
+    assert made is not None
     return made
 
 
