@@ -26,7 +26,7 @@ import numpy as np
 
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
-from toastkit.engine.savepoints import copy_caches, put_back
+from toastkit.engine.savepoints import copy_caches, restore_caches
 from toastkit.engine.state import ModelState
 from toastkit.experts.slot_options import SlotOptions
 from toastkit.model.config import load_config
@@ -89,7 +89,7 @@ def evicted(ids: list[int]) -> float:
                 layer.switch.block.top_k = count
             if count == BIG:
                 named = foresight.last_choices()
-                put_back(state.cache, before)
+                restore_caches(state.cache, before)
                 state.tokens.pop()
             step(engine, state, token)
         for place, layer in enumerate(layers):

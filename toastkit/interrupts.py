@@ -38,12 +38,12 @@ class Interrupt:
 
 
 class Signals(Interrupt):
-    """Signal handlers. Until `patient` is set a signal ends the current work at once: Ctrl-C as
+    """Signal handlers. Until `graceful` is set a signal ends the current work at once: Ctrl-C as
     KeyboardInterrupt, the others as SystemExit. After that the first one is only noted, so that a
     run can be committed or a partial answer kept; the second one ends the process."""
 
     def __init__(self) -> None:
-        self.patient = False
+        self.graceful = False
         self._warn: Callable[[], None] | None = None
         self._warned = False
         self._read, self._write = os.pipe()
@@ -57,12 +57,12 @@ class Signals(Interrupt):
                 signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal and self.patient:
+        if self.signal and self.graceful:
             raise SystemExit(self.code)
         self.signal = number  # even if raised: where objects are finalised, exceptions are lost
         with suppress(BlockingIOError):  # full: it is readable
             os.write(self._write, bytes([number]))
-        if not self.patient:
+        if not self.graceful:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(self.code)
 
     def fileno(self) -> int:

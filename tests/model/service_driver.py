@@ -20,7 +20,7 @@ from toastkit.daemon.prepare import Preparer
 from toastkit.daemon.requests import make_request
 from toastkit.daemon.service import Service, last_replies
 from toastkit.daemon.service_settings import ServiceSettings
-from toastkit.daemon.spill import Kept
+from toastkit.daemon.spill import CachedState
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
@@ -215,7 +215,7 @@ class Driver:
         conversation.channel.done()
 
     @property
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[CachedState]:
         return self.service.memory.kept
 
     def start(
@@ -345,7 +345,7 @@ def common(a: Any, b: Any) -> int:
     return n
 
 
-def usable(kept: Kept, prompt: list[int]) -> int:
+def usable(kept: CachedState, prompt: list[int]) -> int:
     """How many tokens of a prompt a state in memory has read: all that are common where every layer
     can be cut back, else up to its end or a savepoint. One token is always left to run."""
     most = min(common(kept.tokens.tolist(), prompt), len(prompt) - 1)

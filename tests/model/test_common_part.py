@@ -31,9 +31,9 @@ from tests.model.test_streaming_failures import Disk, disk
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
-from toastkit.engine.savepoints import roll_back, take_savepoint, ways_forward
+from toastkit.engine.savepoints import redo_functions, roll_back, take_savepoint
 from toastkit.errors import IOFailure
-from toastkit.experts.common_part import CommonPart, Kept
+from toastkit.experts.common_part import CommonPart, Recording
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.experts.routers import MoEBlock
 from toastkit.experts.slot_options import SlotOptions
@@ -330,7 +330,7 @@ def test_what_cannot_be_kept_is_computed_again(way: str) -> None:
     common = CommonPart(model, [block], SimpleNamespace(layers=[]))
     caches, theirs = ([CacheList(ArraysCache(1), ArraysCache(1))] for _ in range(2))
     for n in range(3):
-        x, kept, point = mx.array([n + 1.0]), Kept(), take_savepoint(caches, n, one_step=True)
+        x, kept, point = mx.array([n + 1.0]), Recording(), take_savepoint(caches, n, one_step=True)
         for part in (layer.one, layer.two, layer.mlp.shared):
             vars(part)["calls"] = 0
         block.set_k(1)
@@ -338,7 +338,7 @@ def test_what_cannot_be_kept_is_computed_again(way: str) -> None:
             little = model(x, caches)
         mx.eval(little)
         kept.evaluate()
-        kept.forward = ways_forward(caches, kept.caches, point)
+        kept.forward = redo_functions(caches, kept.caches, point)
         roll_back(caches, n + 1, point)
         block.set_k(2)
         with common.replayed(kept):
@@ -354,7 +354,7 @@ def test_what_cannot_be_kept_is_computed_again(way: str) -> None:
 def test_a_block_that_is_not_in_its_layer_keeps_nothing() -> None:
     model = Toy("plainly")
     block = MoEBlock(0, Block(), "top_k", 2)
-    common, kept = CommonPart(model, [block], SimpleNamespace(layers=[])), Kept()
+    common, kept = CommonPart(model, [block], SimpleNamespace(layers=[])), Recording()
     with common.recorded(kept):
         model(mx.ones(1), [CacheList(ArraysCache(1), ArraysCache(1))])
     assert not kept and not kept.caches
@@ -366,7 +366,7 @@ def test_nothing_is_noted_while_few_steps_fall_back() -> None:
     common = CommonPart(model, [block], SimpleNamespace(layers=[]))
 
     def keeps() -> bool:
-        kept = Kept()
+        kept = Recording()
         with common.recorded(kept):
             model(mx.ones(1), [CacheList(ArraysCache(1), ArraysCache(1))])
         return bool(kept)

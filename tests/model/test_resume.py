@@ -68,7 +68,7 @@ def test_a_prompt_that_parts_from_the_history(
     logits = read(engine, live, PROMPT[30:])
     with Session.open(tmp_path / "s", MODEL) as session:
         session.commit(PROMPT, live, logits, [point])
-        assert session.savepoints == [30] and not session.can_cut
+        assert session.savepoints == [30] and not session.can_trim
     with Session.open(tmp_path / "s", MODEL, write=False) as session:
         assert session.reusable(BRANCH) == 30
         restored = session.restore(30, engine.new_cache)

@@ -142,7 +142,7 @@ def test_leaving_cancels_in_this_process(service: type[FakeService]) -> None:
 
 
 def test_a_signal_during_the_load_ends_at_once(service, interrupts: Signals) -> None:
-    interrupts.patient = True
+    interrupts.graceful = True
     loading = {"progress": {"loading": "m"}}
     service.replies = [loading, lambda: signal.raise_signal(signal.SIGINT), *answer("never")]
     with pytest.raises(KeyboardInterrupt):

@@ -194,7 +194,7 @@ def test_signals_first_and_second(interrupts: Signals) -> None:
         signal.raise_signal(signal.SIGHUP)
     assert ended.value.code == interrupts.code == 129
     interrupts.forget()
-    interrupts.patient = True
+    interrupts.graceful = True
     signal.raise_signal(signal.SIGINT)
     assert interrupts.code == 130
     with pytest.raises(SystemExit) as ended:

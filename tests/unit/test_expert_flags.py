@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toastkit.commands.decode import decode
-from toastkit.commands.expert_flags import expert_options, insisted, refuse_idle
+from toastkit.commands.expert_flags import expert_options, insisted, reject_unused
 from toastkit.commands.perplexity import perplexity
 from toastkit.commands.prefill import prefill
 from toastkit.commands.run_reports import counted_experts, tell_stats, told
@@ -125,7 +125,7 @@ def test_options_that_are_none() -> None:
     for command, needed in needs.items():  # what would change nothing
         made = context("--little-k", "2", command=command)
         with pytest.raises(UsageError, match=f"^--little-k needs {needed}$"):
-            refuse_idle(made, made.params)
+            reject_unused(made, made.params)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toastkit.commands.expert_slot_flags import insisted, refuse_idle, slot_options
+from toastkit.commands.expert_slot_flags import insisted, reject_unused, slot_options
 from toastkit.commands.prefill import prefill
 from toastkit.commands.run_reports import counted_slots, tell_stats
 from toastkit.errors import UsageError
@@ -60,9 +60,9 @@ def test_a_setting_says_what_the_flags_would(kind: str, amount: int, prefetch: s
 def test_prefetching_needs_slots() -> None:
     made = context("--expert-prefetch", "1")
     with pytest.raises(UsageError, match="--expert-prefetch needs --expert-slots"):
-        refuse_idle(made, made.params)
+        reject_unused(made, made.params)
     made = context("--expert-slots", "8", "--expert-prefetch", "1")
-    refuse_idle(made, made.params)
+    reject_unused(made, made.params)
     for wrong in (("all", 0, "off"), ("slots", -1, "off"), ("slots", 3, "4")):
         with pytest.raises(UsageError):
             SlotOptions(*wrong)

@@ -24,7 +24,7 @@ def signals() -> Iterator[Signals]:
 def test_a_signal_on_another_thread_ends_a_wait(signals: Signals) -> None:
     """As one does that comes between Python's look for signals and the system call: the call is not
     interrupted, and Python's handler runs when it is over."""
-    signals.patient = True
+    signals.graceful = True
     poll = select.poll()
     poll.register(signals.fileno(), select.POLLIN)
     send = threading.Timer(0.02, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM))
@@ -74,7 +74,7 @@ def test_a_signal_whose_exception_is_lost_is_noted(signals: Signals) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_second_one_ends_the_process(signals: Signals, number: int) -> None:
-    signals.patient = True
+    signals.graceful = True
     os.kill(os.getpid(), number)
     assert signals.signal == number
     with pytest.raises(SystemExit) as end:

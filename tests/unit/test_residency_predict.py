@@ -15,13 +15,13 @@ from toastkit.residency.placement import placed
 from toastkit.residency.predict import (
     MAX_SLOWDOWN,
     Calibration,
-    Played,
+    PassTime,
     Slowdown,
     Source,
     depth,
     fitted_slowdown,
-    play,
     predict,
+    simulate,
 )
 from toastkit.residency.residency_options import PLACEMENTS
 
@@ -48,41 +48,41 @@ def measured(count: int, compute: float = 0.5, **rest: float) -> Calibration:
 
 
 def test_nothing_is_read_where_all_stay() -> None:
-    assert play([None] * 3, [1.0, 2.0, 3.0], 0.5, BOTH).seconds == 6.5
-    assert play([], [], 0.5, BOTH).seconds == 0.5
+    assert simulate([None] * 3, [1.0, 2.0, 3.0], 0.5, BOTH).seconds == 6.5
+    assert simulate([], [], 0.5, BOTH).seconds == 0.5
 
 
 def test_the_slower_of_the_two_decides() -> None:
-    assert play([1.0] * 8, [2.0] * 8, 1.0, NONE).seconds == pytest.approx(17.0)
+    assert simulate([1.0] * 8, [2.0] * 8, 1.0, NONE).seconds == pytest.approx(17.0)
     # Reading goes on while what is outside the layers runs.
-    assert play([2.0] * 8, [1.0] * 8, 2.0, NONE).seconds == pytest.approx(16.0)
+    assert simulate([2.0] * 8, [1.0] * 8, 2.0, NONE).seconds == pytest.approx(16.0)
 
 
 def test_what_disturbs_each_other_takes_as_long_as_one_after_the_other() -> None:
-    assert play([2.0] * 8, [1.0] * 8, 1.0, BOTH).seconds == pytest.approx(25.0)
+    assert simulate([2.0] * 8, [1.0] * 8, 1.0, BOTH).seconds == pytest.approx(25.0)
 
 
 def test_a_layer_that_is_the_only_one_is_not_read_while_it_runs() -> None:
-    assert play([4.0, None], [1.0, 1.0], 1.0, NONE).seconds == pytest.approx(1.0 + 4.0)
-    assert play([4.0], [3.0], 0.0, NONE).seconds == pytest.approx(7.0)
+    assert simulate([4.0, None], [1.0, 1.0], 1.0, NONE).seconds == pytest.approx(1.0 + 4.0)
+    assert simulate([4.0], [3.0], 0.0, NONE).seconds == pytest.approx(7.0)
 
 
 def test_who_reads_may_take_processors_from_who_computes_and_lose_none() -> None:
     slowdown = Slowdown(reading=0.0, computing=1.0)
-    assert play([2.0] * 8, [0.5] * 8, 0.0, slowdown) == pytest.approx(Played(8.0, 8.0))
-    assert play([1.0] * 8, [2.0] * 8, 0.0, slowdown) == pytest.approx(Played(0.0, 20.0))
+    assert simulate([2.0] * 8, [0.5] * 8, 0.0, slowdown) == pytest.approx(PassTime(8.0, 8.0))
+    assert simulate([1.0] * 8, [2.0] * 8, 0.0, slowdown) == pytest.approx(PassTime(0.0, 20.0))
 
 
 def test_or_lose_all() -> None:
     slowdown = Slowdown(reading=1.0, computing=0.0)
-    assert play([2.0] * 8, [1.0] * 8, 0.0, slowdown) == pytest.approx(Played(12.0, 8.0))
+    assert simulate([2.0] * 8, [1.0] * 8, 0.0, slowdown) == pytest.approx(PassTime(12.0, 8.0))
 
 
 def test_layers_that_stay_run_while_the_next_streamed_one_is_read() -> None:
     reads = [None] * 4 + [3.0] * 4
-    assert play(reads, [1.0] * 8, 1.0, NONE, ahead=2).seconds == pytest.approx(12.0)
+    assert simulate(reads, [1.0] * 8, 1.0, NONE, ahead=2).seconds == pytest.approx(12.0)
     # One layer has to be read whole while none of those that stay is left to run.
-    assert play([None, None, 4.0], [1.0] * 3, 1.0, NONE) == pytest.approx(Played(1.0, 4.0))
+    assert simulate([None, None, 4.0], [1.0] * 3, 1.0, NONE) == pytest.approx(PassTime(1.0, 4.0))
 
 
 def test_one_layer_is_read_ahead_where_reading_is_much_faster() -> None:
@@ -102,7 +102,7 @@ def test_bounds(made: list, outside: float, share: float, most: int | None) -> N
     """No less than the larger of reading and computing, and no more than one after the other."""
     reads = [read if absent else None for read, _, absent in made]
     computes = [compute for _, compute, _ in made]
-    found = play(reads, computes, outside, Slowdown(share, share), most).seconds
+    found = simulate(reads, computes, outside, Slowdown(share, share), most).seconds
     reading, computing = sum(r or 0.0 for r in reads), sum(computes) + outside
     # What is read ahead at the end of a pass and not at the end of the one before.
     slack = 1e-6
@@ -119,7 +119,7 @@ def test_more_memory_is_never_slower(
     def with_resident(number: int) -> float:
         stay = placed(number, range(count), where)
         reads = [None if i in stay else read for i in range(count)]
-        return play(reads, [compute] * count, outside, Slowdown(share, share), most).seconds
+        return simulate(reads, [compute] * count, outside, Slowdown(share, share), most).seconds
 
     # The last absent layer cannot be read while it runs: then one more that stays may be slower.
     found = [with_resident(number) for number in range(count + 1) if number != count - 1]
@@ -134,14 +134,14 @@ def test_a_slowdown_is_found_again(
 ) -> None:
     """Or another one that makes no difference to such a pass."""
     reads, computes = [read for read, _, _ in made], [compute for _, compute, _ in made]
-    known = play(reads, computes, outside, Slowdown(reading, computing))
-    found = play(reads, computes, outside, fitted_slowdown(reads, computes, outside, known))
+    known = simulate(reads, computes, outside, Slowdown(reading, computing))
+    found = simulate(reads, computes, outside, fitted_slowdown(reads, computes, outside, known))
     assert sum(found) == pytest.approx(sum(known), rel=0.05)
 
 
 def test_one_pass_that_begins_with_nothing_read() -> None:
     slowdown = Slowdown(0.53, 1.29)  # between the places that are tried first
-    known = play([2.0] * 8, [1.0] * 8, 0.0, slowdown, passes=1)
+    known = simulate([2.0] * 8, [1.0] * 8, 0.0, slowdown, passes=1)
     found = fitted_slowdown([2.0] * 8, [1.0] * 8, 0.0, known, passes=1)
     assert (found.reading, found.computing) == pytest.approx((0.53, 1.29), abs=0.01)
 

@@ -18,7 +18,7 @@ from tests.unit.mdoc import MAN, Page
 from toastkit.commands import cli, resident_flags
 from toastkit.commands.decode import decode
 from toastkit.commands.prefill import prefill
-from toastkit.commands.resident_flags import insisted, refuse_idle, residency_options
+from toastkit.commands.resident_flags import insisted, reject_unused, residency_options
 from toastkit.commands.run_reports import counted_residency, tell_stats
 from toastkit.errors import UsageError
 from toastkit.holdings import pressure
@@ -96,7 +96,7 @@ def test_variables() -> None:
         patch.setenv("TOAST_PRIORITY", "max-tps")
         assert options() == ResidencyOptions("auto", 0, "last", "max-tps")
         assert options("--resident", "3") == ResidencyOptions("layers", 3, "last", "max-tps")
-        refuse_idle(context("--resident", "3"), context("--resident", "3").params)
+        reject_unused(context("--resident", "3"), context("--resident", "3").params)
         patch.setenv("TOAST_RESIDENT", "most")
         with pytest.raises(click.BadParameter, match="'most'"):
             context()
@@ -127,7 +127,7 @@ def test_the_choices_are_those_of_the_policy() -> None:
 def test_what_would_change_nothing(arguments: str, message: str) -> None:
     made = context(*arguments.split())
     with pytest.raises(UsageError, match=message):
-        refuse_idle(made, made.params)
+        reject_unused(made, made.params)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_what_would_change_nothing(arguments: str, message: str) -> None:
 )  # fmt: skip
 def test_what_makes_sense(arguments: str) -> None:
     made = context(*arguments.split())
-    refuse_idle(made, made.params)
+    reject_unused(made, made.params)
 
 
 # ---------------------------------------------------------------------------------------- settings

@@ -30,7 +30,7 @@ from toastkit.session.directory import Session
 from toastkit.session.extents import ALIGNMENT, Space
 from toastkit.session.layout import Layer
 from toastkit.session.lock import WriterLock
-from toastkit.session.savepoints import can_cut
+from toastkit.session.savepoints import can_trim
 
 # ---------------------------------------------------------------------------------------- names
 
@@ -96,19 +96,19 @@ def layer(kind: str, tensors: bool = True, **settings: int) -> Layer:
 
 
 def test_which_layers_can_be_cut():
-    assert can_cut(layer("KVCache", offset=9), 9, 3)
-    assert can_cut(layer("KVCache", False, offset=0), 9, 3)
-    assert not can_cut(layer("KVCache", offset=8), 9, 3)
-    assert can_cut(layer("RotatingKVCache", offset=9, max_size=10), 9, 3)
-    assert not can_cut(layer("RotatingKVCache", offset=9, max_size=9), 9, 3)
-    assert can_cut(layer("RotatingKVCache", offset=9, max_size=9), 9, 9)
+    assert can_trim(layer("KVCache", offset=9), 9, 3)
+    assert can_trim(layer("KVCache", False, offset=0), 9, 3)
+    assert not can_trim(layer("KVCache", offset=8), 9, 3)
+    assert can_trim(layer("RotatingKVCache", offset=9, max_size=10), 9, 3)
+    assert not can_trim(layer("RotatingKVCache", offset=9, max_size=9), 9, 3)
+    assert can_trim(layer("RotatingKVCache", offset=9, max_size=9), 9, 9)
     chunked = layer("ChunkedKVCache", offset=19, chunk_size=8, start_position=8)
-    assert can_cut(chunked, 19, 9) and can_cut(chunked, 19, 16) and not can_cut(chunked, 19, 7)
+    assert can_trim(chunked, 19, 9) and can_trim(chunked, 19, 16) and not can_trim(chunked, 19, 7)
     begun = layer("ChunkedKVCache", False, offset=16, chunk_size=8, start_position=16)
-    assert can_cut(begun, 16, 16) and not can_cut(begun, 16, 15)
-    assert not can_cut(layer("ArraysCache", size=2), 9, 3)
+    assert can_trim(begun, 16, 16) and not can_trim(begun, 16, 15)
+    assert not can_trim(layer("ArraysCache", size=2), 9, 3)
     both = Layer("CacheList", {}, [], [layer("KVCache", offset=9), layer("ArraysCache", size=1)])
-    assert not can_cut(both, 9, 3) and can_cut(both, 9, 9)
+    assert not can_trim(both, 9, 3) and can_trim(both, 9, 9)
 
 
 def written_bytes(monkeypatch: pytest.MonkeyPatch, action) -> int:

@@ -94,7 +94,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 def test_the_last_savepoint_within_the_common_part(path: Path):
     save(path, hybrid, 30, 100)
     with Session.open(path, MODEL, write=False) as session:
-        assert session.savepoints == [30, 100] and not session.can_cut
+        assert session.savepoints == [30, 100] and not session.can_trim
         assert session.reusable([*TOKENS, 7]) == 300
         assert session.reusable(TOKENS) == 300
         assert session.reusable(TOKENS[:-1]) == 100
@@ -126,7 +126,7 @@ def test_a_window_that_had_not_slid_yet_can_be_cut(path: Path):
 def test_where_all_can_be_cut_savepoints_change_nothing(path: Path):
     save(path, plain, 30, 100)
     with Session.open(path, MODEL, write=False) as session:
-        assert session.can_cut and session.savepoints == [30, 100]
+        assert session.can_trim and session.savepoints == [30, 100]
         assert [session.reusable([*TOKENS[:n], 7]) for n in (1, 30, 77, 250)] == [1, 30, 77, 250]
         assert not [t for p in session.header.savepoints for t in p.layers if t is not None]
 
@@ -234,9 +234,9 @@ def test_a_savepoint_without_a_way_back_is_left_out(path: Path):
     with Session.open(path, MODEL) as session:
         short, bare = TOKENS[:50], [Savepoint(30, [None, None])]
         commit(session, short, *windowed(short), savepoints=bare)
-        assert session.savepoints == [30] and session.can_cut
+        assert session.savepoints == [30] and session.can_trim
         commit(session, TOKENS, *windowed(TOKENS), savepoints=bare)
-        assert session.savepoints == [] and not session.can_cut
+        assert session.savepoints == [] and not session.can_trim
 
 
 def test_a_copy_that_is_not_needed_yet_is_kept(path: Path):

@@ -29,7 +29,7 @@ class LocalBackend:
         from toastkit.descriptors import reader_gone
 
         if self._interrupts is not None:
-            self._interrupts.patient = False
+            self._interrupts.graceful = False
         of_model = ("model", "resident", "experts")
         request = {name: value for name, value in request.items() if name not in of_model}
         with closing(self._loaded().ask(request)) as replies:
@@ -39,7 +39,7 @@ class LocalBackend:
                 yield reply
                 if self._interrupts is not None:
                     # While the model loads there is nothing to keep: a signal ends us at once.
-                    self._interrupts.patient = "loading" not in (reply.get("progress") or ())
+                    self._interrupts.graceful = "loading" not in (reply.get("progress") or ())
                     if self._interrupts.signal:
                         return
 

@@ -150,14 +150,14 @@ def chat_with_person(
     try:
         while interrupts.signal in (0, signal.SIGINT):
             interrupts.forget()
-            interrupts.patient = False
+            interrupts.graceful = False
             try:
                 line, first = first or editor.read(), ""
             except KeyboardInterrupt:
                 editor.newline()
                 continue
             finally:
-                interrupts.patient = True
+                interrupts.graceful = True
             if line is None:
                 editor.newline()
                 return 0
@@ -183,9 +183,9 @@ def _ask(turns: Turns, line: str, editor: Editor, report: Callable[[ToastError],
 def chat_with_lines(turns: Turns, lines: Iterator[str], interrupts: Signals) -> int:
     """Ask each non-blank line. Return the exit code; the first failure ends the chat."""
     while not interrupts.signal:
-        interrupts.patient = False  # the writer of the lines may take long
+        interrupts.graceful = False  # the writer of the lines may take long
         line = next(lines, None)
-        interrupts.patient = True
+        interrupts.graceful = True
         if line is None:
             return 0
         if line.strip():

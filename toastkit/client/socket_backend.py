@@ -41,7 +41,7 @@ class SocketBackend:
         """
         wire = Wire(self._connect(), self.path, self._interrupts, self._watch)
         if self._interrupts is not None:
-            self._interrupts.patient = True
+            self._interrupts.graceful = True
         try:
             wire.send(request)
             begun = False

@@ -50,7 +50,7 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 @options.no_daemon
 @click.pass_context
 def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
-    policy_flags.refuse_idle(context, flags)
+    policy_flags.reject_unused(context, flags)
     insisted = policy_flags.insisted(context, flags)
     first = _first_byte(prompt, flags)
     if starts_frames(first):
@@ -150,7 +150,7 @@ def _answer(
     engine, here = _open(tokenizer, flags, signals, insisted)
     with closing(engine):
         stage = _stages(wanted, tokenizer, flags, chain, engine, here, signals, outcome)
-        signals.patient = True
+        signals.graceful = True
         try:
             with closing(run_reports.told(stage) if flags["verbose"] else stage) as frames:
                 for frame in frames:

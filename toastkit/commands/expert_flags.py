@@ -85,7 +85,7 @@ prompt_experts = together(prefill_experts, little_k)
 EXPERT_NAMES = ("experts", "little_k", "prefill_experts")
 
 
-def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
+def reject_unused(context: click.Context, flags: dict[str, Any]) -> None:
     """Raise UsageError for expert options without effect, or that make no sense."""
     options = expert_options(flags)
     if options is None or not options.runs_little:

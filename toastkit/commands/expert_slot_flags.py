@@ -28,7 +28,7 @@ expert_slots = together(
 SLOT_NAMES = ("expert_slots", "expert_prefetch")
 
 
-def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
+def reject_unused(context: click.Context, flags: dict[str, Any]) -> None:
     """Raise UsageError for slot options without effect."""
     if flags["expert_slots"] is None:
         refuse_together(context, "needs --expert-slots", "expert_prefetch")

@@ -87,7 +87,7 @@ def gear_rules(flags: dict[str, Any], explain: Callable[[str], None] | None = No
     return GearRules(selector, not (own or flags["no_calibration"]), explain)
 
 
-def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
+def reject_unused(context: click.Context, flags: dict[str, Any]) -> None:
     """Raise UsageError for gear options without effect."""
     if flags["gear"] == "off":
         refuse_together(context, "needs a --gear", *GEAR_NAMES)

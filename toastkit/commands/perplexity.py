@@ -83,7 +83,7 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
 
 def _check(context: click.Context, flags: dict[str, Any]) -> None:
     """Raise UsageError for options without effect, or that make no sense."""
-    policy_flags.refuse_idle(context, flags)
+    policy_flags.reject_unused(context, flags)
     if flags["experts"] is not None and flags["experts"].mode == "mobile":
         cli.refuse_together(context, "and --experts mobile exclude each other", "chunk")
     if flags["gear"] != "auto":

@@ -151,7 +151,7 @@ def run_filter(
 
 def _patiently(frames: Iterable[Frame], signals: Signals) -> Iterator[Frame]:
     for frame in frames:
-        signals.patient = True
+        signals.graceful = True
         yield frame
 
 

@@ -29,12 +29,12 @@ POLICY_NAMES = (
 )  # fmt: skip
 
 
-def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
+def reject_unused(context: click.Context, flags: dict[str, Any]) -> None:
     """Raise UsageError for options without effect."""
     if "gear" in flags:
-        gear_flags.refuse_idle(context, flags)
+        gear_flags.reject_unused(context, flags)
     for one in (expert_flags, resident_flags, expert_slot_flags):
-        one.refuse_idle(context, flags)
+        one.reject_unused(context, flags)
 
 
 def policy_options(flags: dict[str, Any]) -> PolicyOptions:

@@ -29,7 +29,7 @@ def prefill(context: click.Context, **flags) -> int:
     from toastkit.stages.prefill import prefill as stage
     from toastkit.stages.run.pipe_prefill import PrefillEnd
 
-    policy_flags.refuse_idle(context, flags)
+    policy_flags.reject_unused(context, flags)
     settings = read_options(flags)
     insisted = policy_flags.insisted(context, flags)
     engines = Engines(flags, policy_flags.policy_options(flags), insisted)

@@ -37,7 +37,7 @@ residency = together(
 RESIDENT_NAMES = ("resident", "placement", "priority")
 
 
-def refuse_idle(context: click.Context, flags: dict[str, Any]) -> None:
+def reject_unused(context: click.Context, flags: dict[str, Any]) -> None:
     """Raise UsageError for residency options without effect."""
     if flags["resident"].kind != "auto":
         refuse_together(context, "is for --resident auto", "priority")

@@ -95,7 +95,7 @@ def _check(context: click.Context, flags: dict[str, Any]) -> None:
         cli.refuse_together(context, "is for a daemon, not with --no-daemon", "socket")
     if flags["quiet"]:
         cli.refuse_together(context, "has something to say, but not with --quiet", "usage")
-    policy_flags.refuse_idle(context, flags)
+    policy_flags.reject_unused(context, flags)
     if (names := cli.given(context, *OF_THIS_PROCESS)) and cli.given(context, "socket"):
         raise UsageError(f"{names[0]} is for a model in this process, not with --socket")
 

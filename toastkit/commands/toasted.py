@@ -109,7 +109,7 @@ def toasted(context: click.Context, action: str | None, **flags) -> int:
         cli.refuse_together(context, "is for the daemon, not for an action", *ONLY_DAEMON)
         return _act(action, flags)
     cli.refuse_together(context, f"needs an action: {', '.join(ACTIONS)}", "as_json")
-    policy_flags.refuse_idle(context, flags)
+    policy_flags.reject_unused(context, flags)
     if len(cli.given(context, "audit", "no_audit")) > 1:
         raise UsageError("--audit and --no-audit exclude each other")
     if flags["no_audit"]:

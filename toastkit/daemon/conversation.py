@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from toastkit.daemon.history import conversation_hash
 from toastkit.daemon.prepare import Prepared, messages_of
 from toastkit.daemon.scheduled_runs import ScheduledRuns
-from toastkit.daemon.spill import Kept
+from toastkit.daemon.spill import CachedState
 from toastkit.engine.savepoints import copy_caches
 from toastkit.errors import ToastError
 from toastkit.frames import End, Frame, Prefilled, Text, Token, Tokens, pack_ids
@@ -68,7 +68,7 @@ class Conversation:
         self._read: float | None = None
         self._first: float | None = None
         self._told = 0.0
-        self._early: Kept | None = None
+        self._early: CachedState | None = None
         self._gears = service.settings.gears
         self._gear_tokens: Counter[str] = Counter()
         options, experts = self._options(), service.settings.policies.experts

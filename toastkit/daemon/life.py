@@ -91,13 +91,13 @@ class Ended(BaseException):
 
 
 class Signals:
-    """Signals received. ends: those that end the daemon, in order. patient: only record them, up to
-    the third."""
+    """Signals received. ends: those that end the daemon, in order. graceful: only record them, up
+    to the third."""
 
     def __init__(self) -> None:
         self.ends: list[int] = []
         self.hangups = self.warnings = 0
-        self.patient = False
+        self.graceful = False
         self._before: dict[int, Any] = {}
 
     def install(self, memory_warnings: bool = False) -> None:
@@ -118,9 +118,9 @@ class Signals:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Defer the end until the body is done, then raise Ended if one was requested."""
-        self.patient = True
+        self.graceful = True
         yield
-        self.patient = False
+        self.graceful = False
         if self.ends:
             raise Ended(self.code)
 
@@ -140,7 +140,7 @@ class Signals:
         self.ends.append(number)
         if len(self.ends) > 2:
             die(128 + number)
-        if not self.patient and len(self.ends) == 1:
+        if not self.graceful and len(self.ends) == 1:
             raise Ended(self.code)
 
 
@@ -174,7 +174,7 @@ class Life:
         self.loading = True
         self._explain("loading the model")
         worker.start()
-        self._signals.patient = True
+        self._signals.graceful = True
         self.loading = False
         self._hangups = self._signals.hangups  # what they asked for has just been done
         try:

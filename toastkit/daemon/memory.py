@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toastkit.daemon.spill import Kept, Spill
+from toastkit.daemon.spill import CachedState, Spill
 from toastkit.engine.savepoints import copy_caches, resumable, resume_at
 from toastkit.errors import ToastError
 from toastkit.prefix import common_prefix
@@ -35,7 +35,7 @@ class Match:
     """The reusable prefix of a prompt. kept: its state, None if there is none. count: tokens. why:
     one line, why not more."""
 
-    kept: Kept | None
+    kept: CachedState | None
     count: int
     why: str
 
@@ -54,8 +54,8 @@ class Memory:
         self._budget = budget
         self._spill = spill
         self._clock = itertools.count(1)
-        self.kept: list[Kept] = []
-        self.unsaved: deque[Kept] = deque()  # `write` is still to be called for these
+        self.kept: list[CachedState] = []
+        self.unsaved: deque[CachedState] = deque()  # `write` is still to be called for these
         ledger.measure(SESSIONS, lambda: sum(kept.nbytes for kept in list(self.kept)))
         for stored in spill.scan() if spill is not None else ():
             stored.used = next(self._clock)
@@ -88,14 +88,14 @@ class Memory:
                 best = match
         return best
 
-    def _candidates(self, key: int, wanted: array) -> Iterator[tuple[Kept, int]]:
+    def _candidates(self, key: int, wanted: array) -> Iterator[tuple[CachedState, int]]:
         """The states with the length of the prefix that they share with a prompt: first those of
         the hash, then the others, longest prefix first."""
         yield from ((k, common_prefix(k.tokens, wanted)) for k in self.kept if k.key == key)
         others = [(k, common_prefix(k.tokens, wanted)) for k in self.kept if k.key != key]
         yield from sorted(others, key=lambda pair: -pair[1])
 
-    def _usable(self, kept: Kept, most: int) -> int:
+    def _usable(self, kept: CachedState, most: int) -> int:
         """Tokens of a state that can be reused, at most `most`."""
         held = len(kept.tokens)
         if kept.cache is not None:
@@ -129,7 +129,7 @@ class Memory:
             self._forget(kept)
             return None
 
-    def _load(self, kept: Kept, count: int) -> tuple[list, list[Savepoint]]:
+    def _load(self, kept: CachedState, count: int) -> tuple[list, list[Savepoint]]:
         assert kept.path is not None  # what is not in memory is on disk
         with Session.open(kept.path, None, create=False, write=False) as session:
             if session.tokens[:count] != kept.tokens[:count].tolist():
@@ -145,10 +145,10 @@ class Memory:
         tokens: Sequence[int],
         cache: list,
         savepoints: Sequence[Savepoint],
-        parent: Kept | None,
+        parent: CachedState | None,
         history: int | None = None,
         session: Session | None = None,
-    ) -> Kept:
+    ) -> CachedState:
         """Cache a state. parent: the one it was resumed from, evicted unless the new one branched
         off before its end. history: hash of the conversation that the new one continues; its states
         are evicted too: their text goes on in the new one, if not every token (answers come back
@@ -156,7 +156,7 @@ class Memory:
         is this state. Takes ownership of the caches."""
         ids = array("I", tokens)
         points = [Savepoint(p.count, list(p.layers)) for p in savepoints if p.count < len(ids)]
-        new = Kept(key, ids, list(cache), points, used=next(self._clock))
+        new = CachedState(key, ids, list(cache), points, used=next(self._clock))
         if session is not None:
             self.has_moved_on(session.path)
             new.path, new.generation = session.path, session.generation
@@ -175,7 +175,7 @@ class Memory:
         """Forget the cached state of a user's session that has since changed."""
         self.kept = [old for old in self.kept if old.path != path]
 
-    def _replace(self, old: Kept, new: Kept) -> None:
+    def _replace(self, old: CachedState, new: CachedState) -> None:
         """Evict a state that the new one continues, which takes its place on disk."""
         self.kept.remove(old)
         if old.own:
@@ -185,7 +185,7 @@ class Memory:
         elif old.path is not None and self._spill is not None:
             self._spill.remove(old.path)
 
-    def write(self, kept: Kept) -> None:
+    def write(self, kept: CachedState) -> None:
         """Write a state to disk, as far as it is not there yet."""
         if self._spill is None or kept.cache is None or kept.saved or kept not in self.kept:
             return
@@ -215,7 +215,7 @@ class Memory:
                 self.write(kept)
             self._drop(kept)
 
-    def _drop(self, kept: Kept) -> None:
+    def _drop(self, kept: CachedState) -> None:
         """Evict one from the device. A user's session may change behind our back: only its copy on
         the device can be trusted."""
         if not kept.saved or kept.own:
@@ -225,7 +225,7 @@ class Memory:
         kept.cuts = kept.cache is None or all(x.is_trimmable() for x in kept.cache)
         kept.cache, kept.savepoints = None, []
 
-    def _forget(self, kept: Kept) -> None:
+    def _forget(self, kept: CachedState) -> None:
         if kept in self.kept:
             self.kept.remove(kept)
         if kept.path is not None and not kept.own and self._spill is not None:
@@ -243,7 +243,7 @@ class Memory:
         }
 
 
-def _why(kept: Kept, common: int, count: int, total: int) -> str:
+def _why(kept: CachedState, common: int, count: int, total: int) -> str:
     """Explain why no more of the prompt was reused from a state."""
     if count == len(kept.tokens):
         return "the rest is new"

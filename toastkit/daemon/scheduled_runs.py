@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toastkit.daemon.prepare import Prepared
-from toastkit.daemon.spill import Kept
+from toastkit.daemon.spill import CachedState
 from toastkit.engine.engine import CHUNK, Engine
-from toastkit.engine.savepoints import always_cut, take_savepoint, thinned
+from toastkit.engine.savepoints import always_trimmable, take_savepoint, thinned
 from toastkit.engine.state import ModelState
 from toastkit.engine.step_engine import State, StepEngine
 from toastkit.frames import Frame, Head, Logits
@@ -67,7 +67,7 @@ class ScheduledRuns(LocalRuns):
         self._path = None if session is None else Path(session)
         self.named: Session | None = None
         self.state: ScheduledState | None = None
-        self.parent: Kept | None = None
+        self.parent: CachedState | None = None
         self.cached = 0
         self.why = ""
 
@@ -90,7 +90,7 @@ class ScheduledRuns(LocalRuns):
     ) -> tuple[ScheduledState, int]:
         state = self._resumed(self._engine, ids)
         self.state, self.cached = state, len(state.tokens)
-        if always_cut(state.cache):
+        if always_trimmable(state.cache):
             self._points = []
         else:
             self._note_savepoint(state)

@@ -22,7 +22,7 @@ from toastkit.daemon.spill import Spill
 from toastkit.daemon.stepper import Stepper
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
-from toastkit.engine.savepoints import always_cut
+from toastkit.engine.savepoints import always_trimmable
 from toastkit.errors import ToastError, as_toast_error
 from toastkit.holdings.policy import NO_WISH, warn_of_memory
 
@@ -59,7 +59,7 @@ class Service:
             variant = "-".join([*(name or "own" for name in dtypes), *policies])
             spill = Spill(preparer.fingerprint, variant, settings.spill_bytes, settings.say)
         self.memory = Memory(engine.new_cache, settings.cache_bytes, engine.ledger, spill)
-        preparer.wants_points = not always_cut(engine.new_cache())
+        preparer.wants_points = not always_trimmable(engine.new_cache())
         self.stepper = Stepper(engine, settings.batch, settings.say)
         self.rate: float | None = None
         shifting = any(policy.changes_forms and policy.paths for policy in engine.policies)

@@ -30,7 +30,7 @@ FINGERPRINT_DIGITS = 16
 
 
 @dataclass(eq=False)
-class Kept:
+class CachedState:
     """A cached state. key: hash of its conversation. tokens: uint32, the ids it has read. cache,
     savepoints: on the device; cache is None if it is on disk only. path, generation: its place on
     disk. points, cuts: positions of its savepoints; whether it can be trimmed to any position.
@@ -78,7 +78,7 @@ class Spill:
         self.budget = budget
         self._say = say
 
-    def scan(self) -> list[Kept]:
+    def scan(self) -> list[CachedState]:
         """List what is there, least recently used first. Removes damaged ones, and what another
         process began to create and never finished."""
         found = []
@@ -94,15 +94,15 @@ class Spill:
                 continue  # not readable now
         return found
 
-    def _stored(self, path: Path) -> Kept:
+    def _stored(self, path: Path) -> CachedState:
         with Session.open(path, self.fingerprint, create=False, write=False) as session:
-            return Kept(
+            return CachedState(
                 int(path.name.partition("-")[0], 16), array("I", session.tokens), None,
                 path=path, generation=session.generation, points=session.savepoints,
-                cuts=session.can_cut, saved=True,
+                cuts=session.can_trim, saved=True,
             )  # fmt: skip
 
-    def write(self, kept: Kept) -> bool:
+    def write(self, kept: CachedState) -> bool:
         """Write a conversation in memory, only the changes if an earlier turn is on disk, and note
         its place; return True on success."""
         assert kept.cache is not None  # or there is nothing to write

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from toastkit.engine.big_little import unsure_rows
 from toastkit.engine.engine import Engine
-from toastkit.engine.savepoints import copy_caches, put_back, ways_forward
+from toastkit.engine.savepoints import copy_caches, redo_functions, restore_caches
 from toastkit.engine.state import ModelState, Passed
 from toastkit.holdings.policy import NO_WISH
 from toastkit.holdings.streams import arrays_in
@@ -85,10 +85,10 @@ class Batch:
         if experts is None or experts.options.threshold is None:
             logits = list(engine.step_rows(ids, self.caches))
         else:
-            from toastkit.experts.common_part import Kept  # imports numpy
+            from toastkit.experts.common_part import Recording  # imports numpy
 
             experts.times.leave_out()  # equation 1 is about steps of one state
-            before, kept = self.before_a_step(), Kept()
+            before, kept = self.before_a_step(), Recording()
             with experts.common.recorded(kept):
                 little = engine.step_rows(ids, self.caches)
             logits = list(little)
@@ -96,9 +96,9 @@ class Batch:
             experts.common.note(len(unsure) == len(tokens))
             if unsure:
                 if len(unsure) < len(tokens):
-                    kept = Kept()  # a smaller batch is rounded differently
+                    kept = Recording()  # a smaller batch is rounded differently
                 elif kept:
-                    kept.forward = ways_forward(self.caches, kept.caches)
+                    kept.forward = redo_functions(self.caches, kept.caches)
                 with experts.again(unsure), experts.common.replayed(kept):
                     for row, own in zip(unsure, self.run_again(ids, before, unsure)):
                         logits[row], passed[row] = own, Passed(experts.k_now, True)
@@ -126,11 +126,11 @@ class Batch:
         ids: uint32 (B, 1), of all. before: of `before_a_step`, used up. rows: ascending.
         """
         if len(rows) == len(self.members):
-            put_back(list(leaves(self.caches)), before)
+            restore_caches(list(leaves(self.caches)), before)
             return self._engine.step_rows(ids, self.caches)
         which = mx.array(list(rows), mx.uint32)
         part = self._engine.counted(copy_caches(self.caches))
-        put_back(list(leaves(part)), before)
+        restore_caches(list(leaves(part)), before)
         for leaf in leaves(part):
             vars(leaf).update(
                 {name: _select_rows(value, which) for name, value in vars(leaf).items()}

@@ -21,7 +21,7 @@ from toastkit.native.operations import distribution
 from toastkit.session.savepoints import Savepoint
 
 if TYPE_CHECKING:
-    from toastkit.experts.common_part import Kept
+    from toastkit.experts.common_part import Recording
     from toastkit.experts.experts_policy import ExpertsPolicy
 
 Step = Callable[[int | mx.array, list], mx.array]
@@ -109,7 +109,7 @@ def take_step(
 
 
 def _fall_back(
-    experts: ExpertsPolicy, step: Step, state: ModelState, token: int | mx.array, kept: Kept
+    experts: ExpertsPolicy, step: Step, state: ModelState, token: int | mx.array, kept: Recording
 ) -> mx.array:
     """Run the same step by the big model. kept: of the little one's pass."""
     start = time.perf_counter()

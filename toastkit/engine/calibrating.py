@@ -23,7 +23,7 @@ from toastkit.holdings.read_ahead import MAX_AHEAD
 from toastkit.holdings.streams import arrays_in
 from toastkit.residency.predict import (
     Calibration,
-    Played,
+    PassTime,
     Slowdown,
     Source,
     fitted_slowdown,
@@ -264,11 +264,11 @@ class _Measuring:
         # another reason.
         alone = list(map(min, separate.computes, prefetched.computes))
         if self._wraps_around(len(reads), cold):
-            measured = Played(waiting, computing + prefetched.rest)
+            measured = PassTime(waiting, computing + prefetched.rest)
             rest = min(separate.rest, prefetched.rest)
             return fitted_slowdown(reads, alone, rest, measured, self._allowed)
         # Such a pass begins with nothing prefetched.
-        measured = Played(waiting, computing)
+        measured = PassTime(waiting, computing)
         return fitted_slowdown(reads, alone, 0.0, measured, self._allowed, passes=1)
 
     def _wraps_around(self, layers: int, cold: bool) -> bool:

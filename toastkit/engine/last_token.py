@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.engine.savepoints import always_cut
+from toastkit.engine.savepoints import always_trimmable
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.streams import arrays_in
 from toastkit.model.supported import reads_on_host
@@ -145,4 +145,4 @@ def _keeps_order(layer: Any, count: int) -> bool:
     states are determined by their operations."""
     if type(layer).__name__ == "RotatingKVCache":
         return layer.offset + count <= layer.max_size
-    return type(layer).__name__ == "ArraysCache" or always_cut([layer])
+    return type(layer).__name__ == "ArraysCache" or always_trimmable([layer])

@@ -15,7 +15,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.engine.savepoints import Savepoint, copy_caches, put_back, roll_back, take_savepoint
+from toastkit.engine.savepoints import (
+    Savepoint,
+    copy_caches,
+    restore_caches,
+    roll_back,
+    take_savepoint,
+)
 from toastkit.gears.entropy_graph import NativeEntropy
 from toastkit.native.awaited import Awaited
 from toastkit.native.library import in_use
@@ -83,7 +89,7 @@ class Lookahead:
         """Restore the caches. A step that was handed over runs, with an arbitrary token, and is
         rolled back."""
         if self._back is None:
-            return put_back(self._cache, self._before)
+            return restore_caches(self._cache, self._before)
         assert self._awaited is not None  # or it was not handed over
         self._awaited.name(0)
         roll_back(self._cache, 1, self._back)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from toastkit.engine.savepoints import roll_back, take_savepoint, ways_forward
+from toastkit.engine.savepoints import redo_functions, roll_back, take_savepoint
 from toastkit.session.savepoints import Savepoint
 
 if TYPE_CHECKING:
-    from toastkit.experts.common_part import Kept
+    from toastkit.experts.common_part import Recording
     from toastkit.holdings.holdings import Holdings
 
 Step = Callable[[], mx.array]
@@ -29,7 +29,7 @@ def run_or_again(
     is_kept: Callable[[mx.array], bool],
     caches: Sequence[Any],
     point: Savepoint,
-    common: Kept | None = None,
+    common: Recording | None = None,
 ) -> tuple[mx.array, bool]:
     """Run a step of one token a row; return its logits, float32 (..., vocab), and True if they are
     of the second run.
@@ -49,7 +49,7 @@ def run_or_again(
     del logits  # it holds cache arrays, which MLX would otherwise copy
     if common:
         common.evaluate()
-        common.forward = ways_forward(caches, common.caches, point)
+        common.forward = redo_functions(caches, common.caches, point)
     roll_back(caches, point.count + 1, point)
     return again(), True
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from toastkit.native.kv_caches import leaves, place_in_ring
-from toastkit.session.savepoints import ALWAYS_CUT, Savepoint
+from toastkit.session.savepoints import ALWAYS_TRIMMABLE, Savepoint
 
 
 def copy_caches(caches: Sequence[Any]) -> list:
@@ -42,7 +42,7 @@ def _copy_value(value: Any) -> Any:
     return _copy(value) if hasattr(value, "is_trimmable") else value
 
 
-def put_back(caches: Sequence[Any], copies: Sequence[Any]) -> None:
+def restore_caches(caches: Sequence[Any], copies: Sequence[Any]) -> None:
     """Restore caches from the result of `copy_caches`; the copies are used up."""
     for layer, twin in zip(caches, copies):
         if layer is not None:
@@ -71,7 +71,7 @@ def take_savepoint(
     kept as they are.
     """
     if not one_step:
-        return Savepoint(count, [None if always_cut([x]) else _copy(x) for x in caches])
+        return Savepoint(count, [None if always_trimmable([x]) else _copy(x) for x in caches])
     kept = [_before_a_step(leaf, (lambda x: x) if own else _copy) for leaf in leaves(caches)]
     if rows := [x[2:] for x in kept if isinstance(x, _Row)]:
         mx.eval(rows)
@@ -121,7 +121,7 @@ def _roll_back(layer: Any, count: int, before: Any) -> None:
         vars(layer).update(vars(before))
 
 
-def ways_forward(
+def redo_functions(
     caches: Sequence[Any], some: Sequence[Any], point: Savepoint | None = None
 ) -> dict[int, Callable[[], None]]:
     """Return, by id, functions that undo a rollback of some of the caches' leaves: each restores,
@@ -172,12 +172,12 @@ def _position(layer: Any, one_step: bool) -> _Position:
         return _Position(0, _copy(layer))
     if one_step:
         return _Position(offset, _before_a_step(layer))
-    return _Position(offset, None if always_cut([layer]) else _copy(layer))
+    return _Position(offset, None if always_trimmable([layer]) else _copy(layer))
 
 
-def always_cut(caches: Sequence[Any]) -> bool:
+def always_trimmable(caches: Sequence[Any]) -> bool:
     """True if these caches can be trimmed whatever they read from now on: savepoints are moot."""
-    return all(type(leaf).__name__ in ALWAYS_CUT for leaf in leaves(caches))
+    return all(type(leaf).__name__ in ALWAYS_TRIMMABLE for leaf in leaves(caches))
 
 
 def resume_at(

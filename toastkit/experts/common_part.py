@@ -43,7 +43,7 @@ class _Call(NamedTuple):
     caches: list[Any]
 
 
-class Kept:
+class Recording:
     """A recording of what a pass computed before its first router; empty to begin with.
 
     forward: by id of each cache in `caches`, a function that moves it, once rolled back, to where
@@ -85,7 +85,7 @@ class Kept:
         return call if call and all(id(cache) in self.forward for cache in caches) else None
 
 
-NOTHING = Kept()
+NOTHING = Recording()
 
 
 class CommonPart:
@@ -106,23 +106,23 @@ class CommonPart:
         """Count a step. used: its recording was used, or would have been."""
         self._used += SMOOTHING * (used - self._used)
 
-    def nothing_kept(self) -> Kept:
+    def nothing_kept(self) -> Recording:
         """An empty recording."""
-        return Kept()
+        return Recording()
 
-    def recorded(self, kept: Kept) -> AbstractContextManager[None]:
+    def recorded(self, kept: Recording) -> AbstractContextManager[None]:
         """Context in which passes are recorded, if that pays; the last one stays in `kept`."""
         streamed = self._streams.layers and self._streams.layers[0] <= self._last
         if streamed or self._used < PAYS:
             return nullcontext()
         return self._wrapped(kept, replays=False)
 
-    def replayed(self, kept: Kept) -> AbstractContextManager[None]:
+    def replayed(self, kept: Recording) -> AbstractContextManager[None]:
         """Context in which a pass, from caches that were rolled back, replays what is kept."""
         return self._wrapped(kept, replays=True) if kept else nullcontext()
 
     @contextmanager
-    def _wrapped(self, kept: Kept, replays: bool) -> Iterator[None]:
+    def _wrapped(self, kept: Recording, replays: bool) -> Iterator[None]:
         classes = [(module, type(module)) for module, _ in self._classes]
         for (module, mixin), (_, cls) in zip(self._classes, classes):
             _set_class(module, derived(mixin, cls))

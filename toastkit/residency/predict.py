@@ -98,7 +98,7 @@ def predict(
         seconds * measured.stays if i in resident else seconds
         for i, seconds in enumerate(measured.token)
     ]
-    one = play(reads, token, measured.outside_token, source.token, most=most).seconds
+    one = simulate(reads, token, measured.outside_token, source.token, most=most).seconds
     along = along and prompt > 1
     total, rest = (0.0, prompt) if along else (one, max(0, prompt - 1))
     whole, last = divmod(rest, chunk)
@@ -107,12 +107,14 @@ def predict(
     for count, times in ((chunk, whole), (last, 1)):
         if count and times:
             computes = [f + count * t for f, t in zip(measured.chunk_fixed, measured.chunk_token)]
-            each = play(reads, computes, measured.outside_chunk, source.chunk, most=most).seconds
+            each = simulate(
+                reads, computes, measured.outside_chunk, source.chunk, most=most
+            ).seconds
             total += times * each
     return Prediction(one, total, sum(r or 0.0 for r in reads), sum(token) + measured.outside_token)
 
 
-class Played(NamedTuple):
+class PassTime(NamedTuple):
     """Seconds of a simulated or measured pass: waiting for a layer without computing, and the
     rest."""
 
@@ -125,7 +127,7 @@ class Played(NamedTuple):
         return self.waiting + self.computing
 
 
-def play(
+def simulate(
     reads: Sequence[float | None],
     computes: Sequence[float],
     outside: float,
@@ -133,7 +135,7 @@ def play(
     ahead: int | None = None,
     most: int = MAX_AHEAD,
     passes: int = PASSES,
-) -> Played:
+) -> PassTime:
     """Simulate a pass in the steady state, or the last of `passes`, the first of which begins with
     nothing read.
 
@@ -144,12 +146,12 @@ def play(
     """
     phases, tail = _phases(reads, computes, outside)
     if not phases:
-        return Played(0.0, tail)
+        return PassTime(0.0, tail)
     if ahead is None:
         ahead = min(depth([(read, before + own) for read, before, own in phases], tail), most)
     reader = _Reader([read for read, _, _ in phases], slowdown)
     last: tuple[float, float] | None = None
-    played = Played(0.0, 0.0)
+    time = PassTime(0.0, 0.0)
     for number in range(passes):
         reader.begin()
         for place, (_, before, own) in enumerate(phases):
@@ -162,12 +164,12 @@ def play(
             reader.compute(own)
             reader.request(this + min(ahead + 1, len(phases)) if ahead else this)
         reader.compute(tail)
-        played = Played(reader.waited, reader.computed)
+        time = PassTime(reader.waited, reader.computed)
         state = reader.state(number + 1)
         if last is not None and math.dist(last, state) < 1e-9:
             break
         last = state
-    return played
+    return time
 
 
 def _phases(
@@ -246,15 +248,15 @@ def fitted_slowdown(
     reads: Sequence[float | None],
     computes: Sequence[float],
     outside: float,
-    measured: Played,
+    measured: PassTime,
     most: int = MAX_AHEAD,
     passes: int = PASSES,
 ) -> Slowdown:
-    """The slowdown with which `play` comes nearest to what was measured; the least among equals: if
-    nothing is waited for, the time of reading cannot be seen."""
+    """The slowdown with which `simulate` comes nearest to what was measured; the least among
+    equals: if nothing is waited for, the time of reading cannot be seen."""
 
     def error(place: tuple[float, float]) -> float:
-        found = play(reads, computes, outside, Slowdown(*place), most=most, passes=passes)
+        found = simulate(reads, computes, outside, Slowdown(*place), most=most, passes=passes)
         off = sum(abs(a - b) for a, b in zip(found, measured))
         return off / measured.seconds + 1e-4 * math.hypot(*place)
 

@@ -30,7 +30,7 @@ from toastkit.session.layout import (
     SavepointRecord,
     TokenRecord,
 )
-from toastkit.session.savepoints import ALWAYS_CUT, Savepoint, can_cut, same_class
+from toastkit.session.savepoints import ALWAYS_TRIMMABLE, Savepoint, can_trim, same_class
 from toastkit.session.upkeep import CACHE_FILE, LOGITS_FILE, TOKENS_FILE
 
 MAX_SLICES = 64
@@ -211,14 +211,14 @@ def _plan(given: LayerSource | None, held: Part, end: Layer, count: int, n: int)
         return parts if any(part is not None for part in parts) else None
     if isinstance(held, Layer) and same_class(held, end):
         return held
-    always = end.kind in ALWAYS_CUT and can_cut(end, count, n)
+    always = end.kind in ALWAYS_TRIMMABLE and can_trim(end, count, n)
     return None if always else given
 
 
 def _leads_back(plan: Plan, end: Layer, count: int, n: int) -> bool:
     if isinstance(plan, list):
         return all(_leads_back(item, part, count, n) for item, part in zip(plan, end.parts))
-    return plan is not None or can_cut(end, count, n)
+    return plan is not None or can_trim(end, count, n)
 
 
 def _store(fd: int, space: Space, plan: Plan, n: int) -> Part:

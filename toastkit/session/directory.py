@@ -30,7 +30,7 @@ from toastkit.session.layout import Damaged, Header, Layer
 from toastkit.session.lock import WriterLock
 from toastkit.session.names import HEADER_FILE, is_ephemeral
 from toastkit.session.reading import LastCommit, Result
-from toastkit.session.savepoints import Savepoint, can_cut, layers_at, stored_layers
+from toastkit.session.savepoints import Savepoint, can_trim, layers_at, stored_layers
 from toastkit.session.upkeep import (
     CACHE_FILE,
     make_ephemeral,
@@ -144,11 +144,11 @@ class Session(LastCommit):
         return [point.count for point in self.header.savepoints]
 
     @property
-    def can_cut(self) -> bool:
+    def can_trim(self) -> bool:
         """True if every layer of the last commit can be cut back to any earlier position, so that
         savepoints are useless. (A window may yet begin to slide.)"""
         layers, count = self.header.layers or (), self.header.count
-        return all(can_cut(layer, count, 0) for layer in layers)
+        return all(can_trim(layer, count, 0) for layer in layers)
 
     # -------------------------------------------------------------------------------------- reading
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # not needed by a state without a session
     from toastkit.session.layout import Header, Layer, Part, SavepointRecord, Tensor
 
 # Classes that can always be cut back.
-ALWAYS_CUT = ("KVCache", "ConcatenateKVCache", "QuantizedKVCache")
+ALWAYS_TRIMMABLE = ("KVCache", "ConcatenateKVCache", "QuantizedKVCache")
 MOVING = ("offset", "idx", "start_position")  # settings that change with the tokens
 
 
@@ -33,7 +33,7 @@ class Savepoint(NamedTuple):
     layers: list[Any | None]
 
 
-def can_cut(layer: Layer, count: int, n: int) -> bool:
+def can_trim(layer: Layer, count: int, n: int) -> bool:
     """True if a layer of a state that has read `count` tokens can be cut back to the first n.
 
     Recurrent states cannot; a rotating buffer cannot once it has wrapped round; a chunked cache can
@@ -42,7 +42,7 @@ def can_cut(layer: Layer, count: int, n: int) -> bool:
     if n == count:
         return True
     if layer.kind == "CacheList":
-        return all(can_cut(part, count, n) for part in layer.parts)
+        return all(can_trim(part, count, n) for part in layer.parts)
     if layer.kind == "ArraysCache":
         return False
     settings = layer.settings
@@ -60,7 +60,7 @@ def can_cut(layer: Layer, count: int, n: int) -> bool:
 
 def cut(layer: Layer, count: int, n: int) -> Layer:
     """Cut a layer of a state that has read `count` tokens back to the first n: the same ranges, of
-    which fewer rows are used. Only if can_cut."""
+    which fewer rows are used. Only if can_trim."""
     from toastkit.session.layout import Layer
 
     if n == count:
@@ -110,7 +110,7 @@ def _cut_part(part: Part, there: int, end: Layer, count: int, n: int) -> Layer |
         parts = _all(_cut_part(item, there, inner, count, n) for item, inner in pairs)
         return None if parts is None else replace(end, parts=parts)
     layer, read = (end, count) if part is None else (part, there)
-    return cut(layer, read, n) if can_cut(layer, read, n) else None
+    return cut(layer, read, n) if can_trim(layer, read, n) else None
 
 
 def _all(layers: Iterable[Layer | None]) -> list[Layer] | None:
