@@ -210,6 +210,8 @@ def run(entry: click.Command) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.set_threshold(YOUNG_OBJECTS)
+    # numpy multiplies no matrices here, yet the threads of its library spin when they start.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     name = program_name(entry.name or "")
     closed = open_standard_streams()
     code = _outcome(entry, name, closed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toastkit.engine.step_engine import StepEngine
@@ -18,9 +18,11 @@ from toastkit.stages.run.settings import Outcome, ReadOptions, StepOptions
 from toastkit.stages.sample import DrawOptions, sample, sample_deferred
 from toastkit.stages.streams import Stage, compose
 from toastkit.text.tokenizer import Tokenizer
+from toastkit.threads import begin
 
 if TYPE_CHECKING:
     from toastkit.experts.experts_options import ExpertsOptions
+    from toastkit.sampling.host import HostSampler
     from toastkit.stages.follow import GearRules, GearSettings
 
 
@@ -101,6 +103,30 @@ def xtc_special_ids(chain: SamplingOptions, tokenizer: Tokenizer) -> tuple[int, 
     return (*tokenizer.encode("\n", add_special=False), *tokenizer.eos_ids)
 
 
+def _host_sampler() -> type[HostSampler]:
+    from toastkit.sampling.host import HostSampler
+
+    return HostSampler
+
+
+class _LateSampler:
+    """A HostSampler that is made for its first logits. imported: waits for its class: numpy is
+    imported, in 50 ms, while the prompt is read."""
+
+    def __init__(self, imported: Callable[[], type[HostSampler]], *arguments: Any):
+        self._imported, self._arguments = imported, arguments
+
+    @cached_property
+    def _sampler(self) -> HostSampler:
+        return self._imported()(*self._arguments)
+
+    def choose(self, *arguments: Any) -> int:
+        return self._sampler.choose(*arguments)
+
+    def describe(self, *arguments: Any) -> Any:
+        return self._sampler.describe(*arguments)
+
+
 def _sampling(options: AnswerOptions, runs: LocalRuns) -> list[Stage]:
     """The stages between logits and tokens: on the device, or with numpy."""
     assert options.draw is not None
@@ -110,7 +136,7 @@ def _sampling(options: AnswerOptions, runs: LocalRuns) -> list[Stage]:
     if runs.deferred:
         from toastkit.engine.device_sampler import DeviceSampler as new_sampler
     else:
-        from toastkit.sampling.host import HostSampler as new_sampler
+        new_sampler = partial(_LateSampler, begin(_host_sampler, "numpy"))
 
     def sampler_for(head: Head) -> tuple[Any, DrawOptions]:
         return new_sampler(draw.sampling, head.vocab, options.xtc_special_ids), draw
