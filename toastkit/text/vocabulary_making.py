@@ -50,7 +50,7 @@ def make(data: bytes) -> bool:
             except Exception:  # or each command would begin it again
                 made = _unusable()
             _remove_old(folder)
-            replace_file(path, made, sync=False)
+            replace_file(path, made, sync=True)  # or after a power failure it may hold zeros
             table = Table.find(data)
         return table is not None and table.usable
     finally:
