@@ -166,12 +166,11 @@ def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> bytes:
 def test_a_table_is_made_once_and_then_used(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     begun: list[bytes] = []
     monkeypatch.setattr(vocabulary, "_make_meanwhile", begun.append)
-    assert isinstance(open_vocabulary(data, partly=True), WholeVocabulary)
+    assert isinstance(open_vocabulary(data), WholeVocabulary)
     assert begun == [data]
     assert make(data) and make(data)
-    assert isinstance(open_vocabulary(data, partly=True), PartialVocabulary)
-    assert isinstance(open_vocabulary(data, partly=False), WholeVocabulary)
-    assert isinstance(open_vocabulary(data + b" ", partly=True), WholeVocabulary)
+    assert isinstance(open_vocabulary(data), PartialVocabulary)
+    assert isinstance(open_vocabulary(data + b" "), WholeVocabulary)
     assert begun == [data, data + b" "]
 
 
@@ -183,7 +182,7 @@ def test_a_broken_table_is_none(data: bytes, broken: bytes | str) -> None:
     more = good.replace(b'"counts": [', b'"counts": [9')
     changed = {"cut": good[:-40], "header": good[:50], "counts": more}
     path.write_bytes(broken if isinstance(broken, bytes) else changed[broken])
-    found = open_vocabulary(data, partly=True)
+    found = open_vocabulary(data)
     assert ids(found.loaded_for(["abba<s>"]), ["abba<s>"], False) == [[3, 0, 4]]
 
 
@@ -199,7 +198,7 @@ def test_what_fails_is_not_begun_again(monkeypatch: pytest.MonkeyPatch, data: by
     begun: list[bytes] = []
     monkeypatch.setattr(vocabulary, "_make_meanwhile", begun.append)
     assert not make(data)
-    assert isinstance(open_vocabulary(data, partly=True), WholeVocabulary) and not begun
+    assert isinstance(open_vocabulary(data), WholeVocabulary) and not begun
 
 
 def test_old_tables_are_removed(data: bytes) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
 
 from toastkit.daemon.channel import error_reply
 from toastkit.daemon.prepare import find_model
@@ -11,6 +13,7 @@ from toastkit.daemon.service import Service, last_replies, open_service
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.errors import ToastError
 from toastkit.native.building.libraries import find
+from toastkit.threads import start_optional
 
 
 class LocalService:
@@ -32,6 +35,8 @@ class LocalService:
             prepared = self._preparer.prepare(make_request(request))
             self._give_up_old()
             if self._service is None:
+                if prepared.sampling.temperature:  # numpy, while the model is loaded
+                    start_optional(partial(import_module, "toastkit.sampling.host"), "numpy")
                 yield {"progress": {"loading": self._preparer.files.name}}
                 self._service = open_service(
                     self._preparer, self._settings, self._notify, lambda conversation: None

@@ -25,7 +25,9 @@ from toastkit.model.files import ModelFiles
 from toastkit.model.locate import find, for_stream, locate
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, difficulty
+from toastkit.text.chat_template import begin
 from toastkit.text.exact_numbers import counted
+from toastkit.text.tokenizer import templates
 from toastkit.text.turns import TurnTokenizer
 
 RECALLED = 1 << 17  # tokens of recent conversations, 0.3 s of CPU time
@@ -86,6 +88,7 @@ class Preparer:
         self._warnings: tuple[str, ...] = ()
         self._revision = 0
         self.resident, self.experts = resident, experts
+        begin(templates(files).values())
         self.fingerprint = fingerprint(files)
         self.tokenizer = TurnTokenizer(files)
         self._config = config
@@ -229,6 +232,7 @@ def current_model(
     if known is not None and known.fingerprint == preparer.fingerprint:
         known.take_settings(preparer)
         return known
+    preparer.tokenizer.load_all()  # here, and not in the middle of answers
     if settings.spill_bytes:
         threads.submit(preparer.recall)
     threads.submit(preparer.warm_up)

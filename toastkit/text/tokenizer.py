@@ -34,12 +34,12 @@ class Tokenizer:
     of the end-of-turn markers in the chat template. special_ids: ids of the tokens flagged special.
     special_tokens: bos_token, ... -> text. templates: name -> Jinja source of the chat templates.
     bos_id: None if there is none. Raises NoInputError if tokenizer.json is missing, DataError if a
-    file is broken. partly: load only the words of the texts that it is given, where that is faster.
+    file is broken.
     """
 
-    def __init__(self, files: SmallFiles, partly: bool = True):
+    def __init__(self, files: SmallFiles):
         self.name = files.name
-        self._vocabulary = _load(files, partly)
+        self._vocabulary = _load(files)
         self._added = self._vocabulary.rules.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
         config = _read_json(files, "config.json")
@@ -55,6 +55,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Highest id + 1, including added tokens and holes in the numbering."""
         return self._vocabulary.highest + 1
+
+    def load_all(self) -> None:
+        """Load all words of a vocabulary of which only those of the texts are loaded: that takes as
+        long as many texts, and Python's lock with it."""
+        self._vocabulary.whole()
 
     def check_fits(self, vocab: int) -> None:
         """Raise DataError if ordinary text could give ids outside a model's `vocab`. Added tokens
@@ -235,7 +240,7 @@ def templates(files: SmallFiles) -> dict[str, str]:
     return read_templates(files, *places)
 
 
-def _load(files: SmallFiles, partly: bool) -> Vocabulary:
+def _load(files: SmallFiles) -> Vocabulary:
     """Load the vocabulary and its rules. Raises as Tokenizer."""
     data = files.read("tokenizer.json")
     if data is None:
@@ -244,7 +249,7 @@ def _load(files: SmallFiles, partly: bool) -> Vocabulary:
             hint = f"toast-model pull {files.name} fetches it where the hub has one"
         raise NoInputError(f"{files.name}: no tokenizer.json", hint)
     try:
-        return open_vocabulary(data, partly)
+        return open_vocabulary(data)
     except DataError as error:
         reason = error.message.replace("Cannot instantiate Tokenizer from buffer: ", "")
         raise DataError(f"{files.name}: {reason}") from error

@@ -23,10 +23,10 @@ MAX_CACHED = 1 << 22  # characters of all cached parts
 
 class TurnTokenizer(Tokenizer):
     """A tokenizer that caches the ids of long parts of recent texts, except the last part, which
-    continues in the next one. All words are loaded. Thread-safe. Raises as Tokenizer."""
+    continues in the next one. Thread-safe. Raises as Tokenizer."""
 
     def __init__(self, files: SmallFiles):
-        super().__init__(files, partly=False)
+        super().__init__(files)
         self._known: OrderedDict[str, array] = OrderedDict()
         self._characters = 0
         self._lock = threading.Lock()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from toastkit.text import library
@@ -75,12 +76,14 @@ class PartialVocabulary:
         self._load = load
         self._left = lookups
         self._loaded: Any = None
+        self._lock = Lock()
         self.rules = library.load(table.rules)
         self.size, self.highest, self.reach = table.size, table.highest, table.reach
 
     def whole(self) -> Any:
-        if self._loaded is None:
-            self._loaded = self._load()
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = self._load()
         return self._loaded
 
     def token(self, token_id: int) -> str | None:
@@ -137,10 +140,10 @@ class PartialVocabulary:
 Vocabulary = WholeVocabulary | PartialVocabulary
 
 
-def open_vocabulary(data: bytes, partly: bool) -> Vocabulary:
-    """Return the vocabulary of a tokenizer.json. partly: only what a text needs, where there is a
+def open_vocabulary(data: bytes) -> Vocabulary:
+    """Return the vocabulary of a tokenizer.json, of a large one what texts need, if there is a
     table; a missing one is made in the background, for later. Raises DataError."""
-    if partly and len(data) >= MIN_BYTES:
+    if len(data) >= MIN_BYTES:
         table = Table.find(data)
         if table is not None and table.usable:
             lookups = WORD_LOOKUPS * table.size
