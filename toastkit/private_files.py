@@ -283,6 +283,21 @@ def not_private(directory: str) -> str | None:
     return None
 
 
+def can_be_written(directory: str) -> bool:
+    """True if files can be created in a directory, or it can be created itself."""
+    while not os.path.exists(directory):
+        directory = os.path.dirname(directory)
+    return os.access(directory, os.W_OK)
+
+
+def remove_old(directory: str, keep: int, endings: tuple[str, ...]) -> None:
+    """Remove all but the newest `keep` of the files whose names end so. Raises OSError."""
+    files = [entry for entry in os.scandir(directory) if entry.name.endswith(endings)]
+    files.sort(key=lambda entry: entry.stat(follow_symlinks=False).st_mtime_ns)
+    for entry in files[:-keep]:
+        os.unlink(entry.path)
+
+
 class DataFiles:
     """The files of one directory; the directory and each data file are opened on first use. writes:
     open data files for writing too, and create them."""

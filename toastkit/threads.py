@@ -1,9 +1,11 @@
-"""Background threads that a process can do without."""
+"""Work in the background: threads that a process can do without, and processes that outlive it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import IO, TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from threading import Thread
@@ -22,6 +24,27 @@ def start_optional(work: Callable[[], object], name: str) -> Thread | None:
     except RuntimeError:
         return None
     return thread
+
+
+def start_process(
+    module: str,
+    *arguments: str,
+    stdin: IO[bytes] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> bool:
+    """Start a module of toastkit's as a silent process that nobody waits for. stdin: a file for it
+    to read. env: variables besides this process's. False if no process can be started."""
+    import subprocess
+
+    try:
+        subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], stdin=stdin or subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            cwd=os.path.dirname(os.path.dirname(__file__)), env={**os.environ, **(env or {})},
+        )  # fmt: skip
+    except OSError:
+        return False
+    return True
 
 
 def begin(work: Callable[[], T], name: str) -> Callable[[], T]:

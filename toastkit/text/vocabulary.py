@@ -9,17 +9,16 @@ encoding of a text comes upon no others.
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from toastkit.private_files import can_be_written
 from toastkit.text import library
-from toastkit.text.vocabulary_table import Table, table_path
+from toastkit.text.vocabulary_table import Table, table_folder
+from toastkit.threads import start_process
 
 MIN_BYTES = 1 << 20  # of a tokenizer.json; a smaller one is loaded in a few milliseconds
 MAX_CHARACTERS = 1 << 15  # of texts whose words are looked up one by one
@@ -130,8 +129,6 @@ class PartialVocabulary:
         import tokenizers
 
         made = tokenizers.Tokenizer.from_buffer(self._table.rules)
-        made.no_truncation()
-        made.no_padding()
         vocab, merges = self._table.part(found)
         made.model = tokenizers.models.BPE(vocab, merges, **self._table.options)
         return made
@@ -155,17 +152,11 @@ def open_vocabulary(data: bytes) -> Vocabulary:
 
 def _make_meanwhile(data: bytes) -> None:
     """Start making the table of a tokenizer.json in the background, and return at once."""
-    import subprocess
     import tempfile
 
-    folder = Path(table_path(data)).parent
-    if not os.access(next(p for p in (folder, *folder.parents) if p.exists()), os.W_OK):
+    if not can_be_written(table_folder()):
         return
     with suppress(OSError), tempfile.TemporaryFile() as file:
         file.write(data)
         file.seek(0)
-        subprocess.Popen(
-            [sys.executable, "-m", "toastkit.text.vocabulary_making"], stdin=file,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            cwd=Path(__file__).parents[2], start_new_session=True,
-        )  # fmt: skip
+        start_process("toastkit.text.vocabulary_making", stdin=file)

@@ -10,19 +10,19 @@ import os
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 from toastkit.private_files import (
     make_private_directories,
     not_private,
     open_private,
+    remove_old,
     replace_file,
     try_lock,
 )
 from toastkit.text import library
 from toastkit.text.vocabulary import PartialVocabulary, WholeVocabulary
-from toastkit.text.vocabulary_table import Table, pack, table_path
+from toastkit.text.vocabulary_table import SUFFIX, Table, pack, table_folder, table_path
 
 MAX_TABLES = 16
 SAMPLES, SAMPLE_TOKENS = 200, 12  # texts that a table is tested with, and their tokens
@@ -33,8 +33,7 @@ def make(data: bytes) -> bool:
     """Make and keep the table of a tokenizer.json, unless there is one, or another process makes
     one. Return whether there is one that can be used. Raises DataError for a broken
     tokenizer.json, OSError."""
-    path = table_path(data)
-    folder = os.path.dirname(path)
+    folder = table_folder()
     make_private_directories(folder)
     if not_private(folder):
         return False
@@ -49,8 +48,9 @@ def make(data: bytes) -> bool:
                 made = contents(tokenizer)
             except Exception:  # or each command would begin it again
                 made = _unusable()
-            _remove_old(folder)
-            replace_file(path, made, sync=True)  # or after a power failure it may hold zeros
+            remove_old(folder, MAX_TABLES - 1, (SUFFIX,))
+            # Synced: after a power failure it might hold zeros.
+            replace_file(table_path(data), made, sync=True)
             table = Table.find(data)
         return table is not None and table.usable
     finally:
@@ -66,7 +66,7 @@ def contents(tokenizer: Any) -> bytes:
     if not _is_local(model) or len(model["vocab"]) != WholeVocabulary(tokenizer).size:
         return _unusable()
     words = sorted((token_id, text) for text, token_id in model["vocab"].items())
-    made = pack(_header(document, tokenizer), words, list(map(tuple, model["merges"])))
+    made = pack(_header(document, words, tokenizer), words, list(map(tuple, model["merges"])))
     if made is None or not _agrees(PartialVocabulary(Table(made), lambda: tokenizer), tokenizer):
         return _unusable()
     return made
@@ -101,21 +101,22 @@ def _for_unknown(model: dict[str, Any]) -> set[str]:
     return {name for name in [*names, model["unk_token"]] if name in model["vocab"]}
 
 
-def _header(document: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def _header(
+    document: dict[str, Any], words: list[tuple[int, str]], tokenizer: Any
+) -> dict[str, Any]:
     model, whole = document["model"], WholeVocabulary(tokenizer)
     special = _for_unknown(model)
     # The library takes an added token's id from the model, or else numbers it by itself.
     ids = {token["content"]: token["id"] for token in document["added_tokens"]}
     rules = {**document, "model": {**model, "vocab": ids, "merges": [], "unk_token": None}}
-    texts = [text for text, _ in sorted(model["vocab"].items(), key=lambda word: word[1])]
     return {
         "usable": True,
         "rules": json.dumps(rules),
         "options": {name: model[name] for name in OPTIONS},
         "size": whole.size, "highest": whole.highest, "reach": whole.reach,
-        "longest": max(map(len, texts)),
+        "longest": max(len(text) for _, text in words),
         "drops": not special,
-        "always": [number for number, text in enumerate(texts) if text in special],
+        "always": [number for number, (_, text) in enumerate(words) if text in special],
     }  # fmt: skip
 
 
@@ -137,14 +138,6 @@ def _samples(tokenizer: Any) -> Iterator[str]:
     for _ in range(SAMPLES):
         tokens = choose.sample(ids, min(SAMPLE_TOKENS, len(ids)))
         yield tokenizer.decode(tokens, skip_special_tokens=False)
-
-
-def _remove_old(folder: str) -> None:
-    paths = [entry for entry in os.scandir(folder) if entry.name != "lock"]
-    paths.sort(key=lambda entry: entry.stat().st_mtime_ns, reverse=True)
-    for entry in paths[MAX_TABLES - 1 :]:
-        with suppress(OSError):
-            os.unlink(entry.path)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from toastkit.base_directories import own_directory
 from toastkit.private_files import not_private, open_private
 
 MAGIC = b"toastbpe"
+SUFFIX = ".bpe"
 MAX_STEPS = 64  # of a search
 
 
@@ -36,7 +37,12 @@ def table_path(data: bytes) -> str:
 
     digest = hashlib.sha256(f"1 {sys.byteorder} {tokenizers.__version__} ".encode())
     digest.update(data)
-    return own_directory("CACHE", "tokenizers", digest.hexdigest()[:32])
+    return os.path.join(table_folder(), digest.hexdigest()[:32] + SUFFIX)
+
+
+def table_folder() -> str:
+    """Return the directory of all tables."""
+    return own_directory("CACHE", "tokenizers")
 
 
 class Table:
@@ -79,7 +85,7 @@ class Table:
         """Return the table of a tokenizer.json; None if there is none, or nothing that is one."""
         path = table_path(data)
         try:
-            if not_private(os.path.dirname(path)):
+            if not_private(table_folder()):
                 return None
             fd = open_private(path, os.O_RDONLY)
             try:

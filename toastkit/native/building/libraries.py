@@ -36,13 +36,16 @@ from toastkit.native.building.compiling import (
 )
 from toastkit.native.building.ready import digest
 from toastkit.private_files import (
+    can_be_written,
     make_private_directories,
     not_private,
     open_private,
     read_file,
+    remove_old,
     replace_file,
     try_lock,
 )
+from toastkit.threads import start_process
 
 MAX_BYTES = 64 << 20
 MAKING = ".making"  # in the names of unfinished files
@@ -93,7 +96,7 @@ def find() -> Found:
         pass
     except OSError as error:
         return Found(None, f"{folder()}: {error.strerror}")
-    if not _is_writable():
+    if not can_be_written(folder()):
         return Found(None, f"nothing can be kept in {folder()}")
     state = "being built in the background" if _is_building() else "not built yet"
     return Found(None, f"they are {state}", pending=True)
@@ -111,27 +114,12 @@ def _is_building() -> bool:
         return False
 
 
-def _is_writable() -> bool:
-    """True if the folder can be written to, or made."""
-    place = Path(folder())
-    return os.access(next(p for p in (place, *place.parents) if p.exists()), os.W_OK)
-
-
 def build_meanwhile() -> bool:
     """Start building what `find` has not found, unless another process does, and return at once.
     The next command may find the result: nobody is told. False if no process can be started."""
-    import subprocess
-
     cxx = compiler()  # resolved in this working directory
-    with suppress(OSError):
-        subprocess.Popen(
-            [sys.executable, "-m", "toastkit.native.building.libraries", "--quiet"],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            cwd=FOLDER.parent.parent, start_new_session=True,
-            env={**os.environ, **({"CXX": " ".join(cxx)} if cxx else {})},
-        )  # fmt: skip
-        return True
-    return False
+    env = {"CXX": " ".join(cxx)} if cxx else {}
+    return start_process("toastkit.native.building.libraries", "--quiet", env=env)
 
 
 def _unusable() -> str | None:
@@ -197,7 +185,7 @@ def _build(
         _make(made, cxx, mlx, say)
         path = os.path.join(folder(), f"{name}-{digest(made.read_bytes())}.so")
         os.replace(made, path)
-        _remove_old()
+        remove_old(folder(), KEPT, (".so", ".failed"))
         return path
     except ToastError as error:
         with suppress(OSError):
@@ -277,14 +265,6 @@ def _key(cxx: Sequence[str] | None, mlx: Path) -> str:
         about = os.stat(file)
         parts.append(f"{file} {about.st_size} {about.st_mtime_ns}")
     return digest(sources() + "\0".join(parts).encode())
-
-
-def _remove_old() -> None:
-    """Remove the oldest of many libraries and records of failures."""
-    files = [e for e in os.scandir(folder()) if e.name.endswith((".so", ".failed"))]
-    files.sort(key=lambda entry: entry.stat(follow_symlinks=False).st_mtime)
-    for entry in files[:-KEPT]:
-        os.unlink(entry.path)
 
 
 def _remove_unfinished() -> None:
