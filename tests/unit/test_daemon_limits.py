@@ -24,11 +24,9 @@ def test_a_slow_reader_is_cut_off_and_the_others_are_served() -> None:
     with front() as running:
         slow = running.client().send({"id": 1, "prompt": "flood"})
         eventually(lambda: running.worker.channels)
-        start = time.monotonic()
         eventually(lambda: running.worker.cancelled == [1])
         assert running.worker.channels[0].gone
         assert running.client().ask({"prompt": "quick"})["end"]["text"] == "quick"
-        assert time.monotonic() - start < 5
         eventually(lambda: running.connections == 0)
         received = 0
         with pytest.raises(AssertionError, match="half a line"):
@@ -147,9 +145,7 @@ def test_idle_connections_are_closed() -> None:
     with front(Limits(idle_seconds=0.1)) as running:
         busy = running.client().send({"prompt": "hold"})
         idle, half = running.client(), running.client().send(b'{"prompt": ')
-        start = time.monotonic()
         assert idle.line() is None and half.line() is None
-        assert time.monotonic() - start > 0.08
         running.worker.release.set()
         assert busy.replies()[-1]["end"]["text"] == "hold"
 
@@ -177,19 +173,41 @@ def test_garbage_without_end_does_not_hold_up_the_others() -> None:
             thread.join()
 
 
-def test_running_out_of_descriptors_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.05)
-    accept, failures = socket.socket.accept, [1, 2, 3]
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Accepting fails for want of descriptors once for each of these; the list shrinks."""
+    accept, left = socket.socket.accept, []
 
     def scarce(listener: socket.socket):
-        if failures:
-            failures.pop()
+        if left:
+            left.pop()
             raise OSError(errno.EMFILE, "too many open files")
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", scarce)
+    return left
+
+
+def test_running_out_of_descriptors_is_survived(
+    failures: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.05)
+    failures += [1, 2, 3]
     with front(worker=FakeWorker()) as running:
-        before = time.process_time()
         assert running.client().ask({"prompt": "hi"})["end"]["text"] == "hi"
         assert not failures
-        assert time.process_time() - before < 0.5, "it spins"
+
+
+def test_nobody_is_accepted_again_at_once_when_out_of_descriptors(
+    failures: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listening socket stays readable: it would be tried in each turn of the loop."""
+    monkeypatch.setattr(module, "PAUSE_SECONDS", 3600)
+    with front() as running:
+        known = running.client()
+        assert known.ask({"prompt": "hi"})["end"]["text"] == "hi"
+        failures += range(100)
+        running.client()
+        for _ in range(20):
+            assert known.ask({"prompt": "hi"})["end"]["text"] == "hi"
+        assert len(failures) == 99
