@@ -47,7 +47,7 @@ def start_process(
     return True
 
 
-def begin(work: Callable[[], T], name: str) -> Callable[[], T]:
+def in_background(work: Callable[[], T], name: str) -> Callable[[], T]:
     """Start `work` on a background thread, if there can be one. Return a function that waits for
     its result, and raises what it raised; it may be called repeatedly."""
     done: list[tuple[T | None, BaseException | None]] = []

@@ -22,13 +22,13 @@ def test_the_result_is_waited_for_and_given_again(calls: list[str]) -> None:
         calls.append(threading.current_thread().name)
         return 7
 
-    result = threads.begin(work, "test")
+    result = threads.in_background(work, "test")
     assert [result(), result()] == [7, 7]
     assert len(calls) == 1 and calls[0] in ("test", "MainThread")
 
 
 def test_an_error_is_raised_where_the_result_is_wanted(calls: list[str]) -> None:
-    result = threads.begin(lambda: 1 // 0, "test")
+    result = threads.in_background(lambda: 1 // 0, "test")
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             result()

@@ -18,7 +18,7 @@ from toastkit.commands.stdin import (
 )
 from toastkit.errors import DataError, UsageError
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, at
-from toastkit.text.chat_template import begin
+from toastkit.text.chat_template import start_rendering
 from toastkit.text.tokenizer import templates
 
 
@@ -41,9 +41,9 @@ def prompt_tokenizer(flags: dict[str, Any], later: bool = False) -> PromptTokeni
         note=None if flags["quiet"] else say,
     )
     if not options.raw:
-        begin(templates(files).values())
+        start_rendering(templates(files).values())
     made = PromptTokenizer(files, load_config(files), options)
-    made.begin()
+    made.start_fingerprint()
     if not later:
         made.tokenizer  # noqa: B018
     return made

@@ -25,7 +25,7 @@ from toastkit.model.files import ModelFiles
 from toastkit.model.locate import find, for_stream, locate
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, difficulty
-from toastkit.text.chat_template import begin
+from toastkit.text.chat_template import start_rendering
 from toastkit.text.exact_numbers import counted
 from toastkit.text.tokenizer import templates
 from toastkit.text.turns import TurnTokenizer
@@ -88,7 +88,7 @@ class Preparer:
         self._warnings: tuple[str, ...] = ()
         self._revision = 0
         self.resident, self.experts = resident, experts
-        begin(templates(files).values())
+        start_rendering(templates(files).values())
         self.fingerprint = fingerprint(files)
         self.tokenizer = TurnTokenizer(files)
         self._config = config

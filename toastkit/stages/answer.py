@@ -18,7 +18,7 @@ from toastkit.stages.run.settings import Outcome, ReadOptions, StepOptions
 from toastkit.stages.sample import DrawOptions, sample, sample_deferred
 from toastkit.stages.streams import Stage, compose
 from toastkit.text.tokenizer import Tokenizer
-from toastkit.threads import begin
+from toastkit.threads import in_background
 
 if TYPE_CHECKING:
     from toastkit.experts.experts_options import ExpertsOptions
@@ -136,7 +136,7 @@ def _sampling(options: AnswerOptions, runs: LocalRuns) -> list[Stage]:
     if runs.deferred:
         from toastkit.engine.device_sampler import DeviceSampler as new_sampler
     else:
-        new_sampler = partial(_LateSampler, begin(_host_sampler, "numpy"))
+        new_sampler = partial(_LateSampler, in_background(_host_sampler, "numpy"))
 
     def sampler_for(head: Head) -> tuple[Any, DrawOptions]:
         return new_sampler(draw.sampling, head.vocab, options.xtc_special_ids), draw

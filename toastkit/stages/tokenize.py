@@ -18,7 +18,7 @@ from toastkit.text import pieces
 from toastkit.text.exact_numbers import are, counted
 from toastkit.text.messages import AS_TEXT, content_text, documents, with_text
 from toastkit.text.tokenizer import Tokenizer
-from toastkit.threads import begin
+from toastkit.threads import in_background
 
 # Room that --truncate leaves for the answer without --max-tokens.
 ANSWER_ROOM = 256
@@ -100,9 +100,9 @@ class PromptTokenizer:
         tokenizer.check_fits(self.vocab)
         return tokenizer
 
-    def begin(self) -> None:
+    def start_fingerprint(self) -> None:
         """Start making the fingerprint, on a thread: it is reading and hashing."""
-        self._fingerprint = begin(self._fingerprint, "fingerprint")
+        self._fingerprint = in_background(self._fingerprint, "fingerprint")
 
     @property
     def fingerprint(self) -> str:

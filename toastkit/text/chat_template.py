@@ -64,13 +64,13 @@ def read_templates(files: SmallFiles, *settings: Mapping[str, Any]) -> dict[str,
     return templates
 
 
-def begin(templates: Iterable[str]) -> None:
+def start_rendering(templates: Iterable[str]) -> None:
     """Start the process that renders templates, if one of these is to be rendered there, without
     waiting for it: starting takes as long as opening a model."""
     if not all(map(_is_known, templates)):
         from toastkit.text import template_child
 
-        template_child.begin()
+        template_child.start()
 
 
 def choose(templates: Mapping[str, str], tools: list | None, name: Any, of: str) -> str | None:

@@ -153,7 +153,7 @@ def ask(job: dict[str, Any], seconds: float) -> dict[str, Any]:
         return reply
 
 
-def begin() -> None:
+def start() -> None:
     """Start the child, if there is none, without waiting for it. A failure is found by `ask`."""
     with _lock, suppress(UnavailableError):
         _started()
