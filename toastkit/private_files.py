@@ -47,10 +47,12 @@ def open_private(
     safe = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     try:
         fd = os.open(path, flags | safe, 0o600, dir_fd=at)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        _check(path, os.stat(path, dir_fd=at, follow_symlinks=False), kind, 0)
+    except OSError as error:
+        try:
+            about = os.stat(path, dir_fd=at, follow_symlinks=False)
+        except OSError:
+            raise error from None  # nothing is there: it could not be created
+        _check(path, about, kind, 0)
         raise
     try:
         _check(path, os.fstat(fd), kind, flags)

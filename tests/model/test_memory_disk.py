@@ -282,6 +282,37 @@ def test_two_daemons_in_one_place(engines: Engines, homes: Path, cache: int) -> 
         one.goes_on(here, "Bye.")
 
 
+def test_a_directory_that_another_process_writes_is_left_to_it(
+    engines: Engines, homes: Path
+) -> None:
+    """As one that is asked the same at the same time: nobody is told, and it is tried again."""
+    driver, chat = Driver(engines("llama")[0]), Chat(engines, "llama", LONG)
+    chat.ask(driver)
+    (path,) = directories(homes)
+    with Session.open(path, None, create=False):
+        chat.goes_on(driver)
+        assert not driver.said and not driver.kept[-1].saved
+    driver.service.save_all()
+    assert driver.kept[-1].saved
+
+
+def test_what_cannot_be_read_now_is_not_removed(engines: Engines, homes: Path, monkeypatch) -> None:
+    driver, chat = Driver(engines("llama")[0], cache_bytes=0), Chat(engines, "llama", LONG)
+    chat.ask(driver)
+    (path,) = directories(homes)
+
+    def fails(*arguments, **settings):
+        raise IOFailure("session x: cannot allocate memory")
+
+    for action in (lambda: chat.ask(driver, "Why?"), driver.restart):
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "open", fails)
+            action()
+        assert path in directories(homes)
+    driver.restart()
+    assert path in [kept.path for kept in driver.kept]
+
+
 def test_what_is_no_conversation_is_not_taken_for_one(engines: Engines, homes: Path) -> None:
     driver, chat = Driver(engines("llama")[0]), Chat(engines, "llama", LONG)
     chat.ask(driver)

@@ -237,3 +237,28 @@ def test_layers_of_another_model_are_refused(tmp_path: Path) -> None:
         session.commit(range(20), cache, None, [snapshot(cache, 10)])
         with pytest.raises(DataError, match="it has 4 layers, the model 1"):
             session.restore_savepoints(20, lambda: [KVCache()])
+
+
+def test_a_source_whose_writer_goes_on_meanwhile(
+    tmp_path: Path, engines: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits are those of the prompt, not of what the source has become."""
+    engine = engines("llama")
+    cache = engine.new_cache()
+    logits = read(engine, cache, PROMPT)
+    check, written = Session._check_held, []
+
+    def goes_on(self: Session, stored: object) -> None:
+        if not written:
+            written.append(True)
+            for n in range(1, 5):
+                writer.commit([*PROMPT, *[7] * n], cache, read(engine, cache, [7]))
+        check(self, stored)
+
+    with Session.open(tmp_path / "s", MODEL) as writer:
+        writer.commit(PROMPT, cache, logits)
+        with Session.open(tmp_path / "s", MODEL, write=False) as source:
+            monkeypatch.setattr(Session, "_check_held", goes_on)
+            state, count = engine.restore(None, PROMPT, source)
+    assert written and count == len(PROMPT) and state.tokens == PROMPT
+    assert np.array_equal(np.array(state.logits), logits)

@@ -93,6 +93,16 @@ def test_the_queue_has_a_bound(start, plain: Plain) -> None:
     assert first.one("end") == {**first.one("end"), "reason": "interrupt"}
 
 
+def test_with_free_places_nobody_waits(start, plain: Plain) -> None:
+    running = start(parallel=2, max_queue=0)
+    running.hold()
+    second = running.ask()
+    with pytest.raises(BusyError):
+        running.ask("Why?")
+    done(second)
+    assert answer_of(second) == plain.answer(PROMPT)
+
+
 def test_the_more_important_come_first(start) -> None:
     running = start(parallel=1)
     first, order = running.hold(), []

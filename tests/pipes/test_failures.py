@@ -268,6 +268,14 @@ def test_an_error_travels_down_the_pipe(tmp_path: Path):
     assert result.out == b""
 
 
+def test_a_forced_token_that_cannot_be_is_told_once(tmp_path: Path):
+    (tmp_path / "ids").write_text("47 99999")
+    stages = ["tokenize", "prefill", "decode", "detokenize"]
+    result = run_pipeline("hi", {"decode": ["--force", str(tmp_path / "ids")]}, stages)
+    assert result.statuses == [0, 0, 65, 65]
+    assert result.errors == ["toast-decode: token 99999 is outside the vocabulary of 4096"]
+
+
 def test_a_recorded_error_is_told(toast, tmp_path: Path):
     (tmp_path / "run.frames").write_bytes(toast("tokenize", "hello " * 9000).stdout)
     with open(tmp_path / "run.frames", "rb") as source:

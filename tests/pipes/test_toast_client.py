@@ -288,11 +288,21 @@ def test_an_answer_that_the_daemon_breaks_off(ask: Run, home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", [{"text": 5}, {"end": 5}, {"end": {"n": 1}}, {"stats": []}, {"end": {"reason": None}}]
+    "reply",
+    [
+        {"text": 5},
+        {"end": 5},
+        {"end": {"n": 1}},
+        {"end": {"reason": None}},
+        {"stats": []},
+        {"stats": {"seconds": 1}},
+        {"stats": {"seconds": {"first": "a"}}},
+        {"stats": {"answer": None}},
+    ],
 )
 def test_what_is_no_reply(ask: Run, home: Path, reply: dict) -> None:
     with FakeDaemon([reply, DROP]) as daemon:
-        lines_of(ask(daemon, "hi"), "toast", 65)
+        lines_of(ask(daemon, "--usage", "hi"), "toast", 65)
     assert kept(home) == []
 
 

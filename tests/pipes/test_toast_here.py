@@ -43,6 +43,21 @@ def test_a_warning_does_not_stand_in_the_middle_of_an_answer(home: Path) -> None
     assert second.startswith(b"toast: conversations are not kept on disk: ")
 
 
+def test_a_failure_is_told_once(toast, home: Path, tmp_path: Path) -> None:
+    """It ends the request, which tells it; a daemon also has a log."""
+    model = tmp_path / "crumb.toast"
+    assert toast("model", "bake", "crumb", "-o", model).returncode == 0
+    process = start(
+        "toast", "--no-daemon", "-m", str(model), "--resident", "0", "--ignore-eos", "Hi!",
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.read(1)
+    os.truncate(model, 1_000_000)
+    _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 65
+    assert errors.decode().count("changed since the model was loaded") == 1
+
+
 def test_another_model_than_the_daemons_runs_here(ask: Run, home: Path) -> None:
     with FakeDaemon(failure(66, "this daemon runs another model")) as daemon:
         done = ask(daemon, "--json", "-m", "crumb", "-n", "1", "Who are you?")

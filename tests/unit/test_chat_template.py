@@ -166,11 +166,14 @@ def test_what_a_template_makes_no_use_of_is_said() -> None:
         "{% set mine = 1 %}{% set on = enable_thinking | default(true) %}{{ on }}{{ mine }}"
         "{% if late is not defined %}{% set late = 3 %}{% endif %}{{ late }}"
     )
-    arguments = {"enable_thinking": False, "mine": 2, "late": 4, "enable_thinkin": False}
+    arguments = {
+        "enable_thinking": False, "mine": 2, "late": 4, "enable_thinkin": False, "self": 1
+    }  # fmt: skip
     assert ask(template, arguments=arguments, tools=TOOLS, note=notes.append) == "False14"
     assert notes == [
         "the chat template makes no use of 'mine'",
         "the chat template makes no use of 'enable_thinkin'; did you mean enable_thinking?",
+        "the chat template makes no use of 'self'",
         "the chat template makes no use of 'tools'",
     ]
 

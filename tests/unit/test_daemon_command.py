@@ -101,6 +101,8 @@ def test_start_and_restart(home: Home, capsys: pytest.CaptureFixture) -> None:
     assert home.run("start").returncode == 75
     with pytest.raises(errors.NoInputError, match="no such model: ./typo"):
         home.act("restart", "-m", "./typo")  # nothing is stopped for it
+    with pytest.raises(errors.UsageError, match="--gear-bits needs a --gear"):
+        home.act("restart", "--gear-bits", "8,4")
     home.act("status")
     assert capsys.readouterr().out.count("batch: 3") == 1
     assert home.run("restart").returncode == 0

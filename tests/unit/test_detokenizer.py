@@ -228,6 +228,25 @@ def test_unknown_ids_are_refused() -> None:
             tokenizer.decode([bad])
 
 
+@pytest.mark.parametrize("kind", ["byte level", "strip at the end"])
+def test_ids_of_padding_are_no_text(kind: str) -> None:
+    """A model with more words than its tokenizer draws one, rarely."""
+    tokenizer = {**STREAMED, **WHOLE}[kind]
+    stream = StreamingDetokenizer(tokenizer, padded=10**6)
+    plain = StreamingDetokenizer(tokenizer)
+    assert [stream.add(n) for n in (3, 10**6 - 1, 4)] == [plain.add(3), "", plain.add(4)]
+    assert stream.finish() == plain.finish()
+    for bad in (-1, 10**6):
+        with pytest.raises(DataError, match="is not in the vocabulary"):
+            stream.add(bad)
+
+
+@pytest.mark.parametrize("kind", [*STREAMED, *FALLBACK, *WHOLE])
+def test_no_tokens_are_no_text(kind: str) -> None:
+    stream = StreamingDetokenizer({**STREAMED, **FALLBACK, **WHOLE}[kind])
+    assert stream.finish() == ""
+
+
 def test_a_part_of_a_character_counts_its_own_bytes() -> None:
     for kind, tokenizer in (("byte level", STREAMED["byte level"]), ("llama", FALLBACK["llama"])):
         spelt = byte_alphabet() if kind == "byte level" else [f"<0x{b:02X}>" for b in range(256)]

@@ -126,3 +126,16 @@ def test_tokens_that_the_model_has_not() -> None:
         with pytest.raises(DataError, match=f"token {bad} is outside the vocabulary of 4096"):
             stage.encode(Prompt(text))
     assert 0 < max(fine) < 4096
+
+
+@pytest.mark.parametrize(
+    ("truncate", "hint"), [(False, "shorten it, or give --truncate"), (None, "shorten it")]
+)
+def test_the_hint_names_what_can_be_given(truncate: bool | None, hint: str) -> None:
+    """Clients of a daemon have no --truncate."""
+    files, tokenizer = locate("crumb"), crumb()
+    options = PromptOptions(raw=True, truncate=truncate)
+    stage = PromptTokenizer(files, load_config(files), options, tokenizer)
+    with pytest.raises(DataError) as caught:
+        stage.encode(Prompt("x" * 400_000))
+    assert caught.value.hint == hint

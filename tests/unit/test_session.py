@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -23,13 +24,21 @@ from session_states import (
     state_bytes,
 )
 
-from toastkit.errors import BusyError, CannotCreateError, DataError, NoInputError, UsageError
+from toastkit.errors import (
+    BusyError,
+    CannotCreateError,
+    DataError,
+    IOFailure,
+    NoInputError,
+    UsageError,
+)
 from toastkit.session import names
 from toastkit.session.commit import MAX_SLICES
 from toastkit.session.directory import Session
 from toastkit.session.extents import ALIGNMENT, Space
 from toastkit.session.layout import Layer
 from toastkit.session.lock import WriterLock
+from toastkit.session.run import RunDirectory
 from toastkit.session.savepoints import can_trim
 
 # ---------------------------------------------------------------------------------------- names
@@ -335,3 +344,44 @@ def test_reader_follows_a_longer_history(state_home: Path):
                 commit(session, tokens)
             with pytest.raises(DataError, match="changed while it was being read"):
                 rows_of(reader, 300)
+
+
+def test_what_users_made_stays(state_home: Path, tmp_path: Path) -> None:
+    """An empty directory in which no session came about; one whose name is like an ephemeral's."""
+    made = tmp_path / "made"
+    made.mkdir()
+    for path in (made, tmp_path / "new"):
+        with Session.open(path, MODEL):
+            assert path.is_dir()
+    assert list(tmp_path.glob("*w*")) == [] and list(made.iterdir()) == []
+    with Session.open(tmp_path / ".ephemeral-h", MODEL) as session:
+        commit(session, [1], growing([1]))
+    assert (tmp_path / ".ephemeral-h" / names.HEADER_FILE).exists()
+
+
+def test_a_run_that_cannot_be_made_leaves_nothing(
+    state_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    for name in ("mkfifo", "rename"):
+        with monkeypatch.context() as patch, pytest.raises(IOFailure, match="no space left"):
+            patch.setattr(os, name, full)
+            RunDirectory.create(tmp_path)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_what_cannot_be_created_says_why(
+    state_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def full(path: str, flags: int, *rest: object, **settings: object) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, flags, *rest, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(IOFailure, match="no space left on device"):
+        Session.open(tmp_path / "s", MODEL)

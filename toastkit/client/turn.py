@@ -165,9 +165,13 @@ class Turns:
 def _check(reply: Reply) -> None:
     """Raise DataError for a reply that toasted(7) does not allow."""
     end = reply.get("end", {"reason": "", "n": 0, "text": ""})
+    stats = reply.get("stats", {})
+    seconds = stats.get("seconds") or {} if isinstance(stats, dict) else None
     good = (
         isinstance(reply.get("text", ""), str)
-        and isinstance(reply.get("stats", {}), dict)
+        and isinstance(seconds, dict)
+        and all(isinstance(seconds.get(name) or 0, (int, float)) for name in ("first", "total"))
+        and isinstance(stats.get("answer", 0), int)
         and isinstance(end, dict)
         and isinstance(end.get("reason"), str)
         and isinstance(end.get("n"), int)

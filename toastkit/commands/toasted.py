@@ -98,11 +98,8 @@ def toasted(context: click.Context, action: str | None, **flags) -> int:
     from toastkit.daemon.paths import socket_path
 
     flags["socket"] = socket_path(flags["socket"])
+    restarts = action == "restart"
     if action in STARTS:
-        if action == "restart":
-            options.checkpoint(flags)  # before the one that serves is stopped for nothing
-            with suppress(UnavailableError):  # there is none to stop
-                _stop(flags["socket"])
         action, flags["daemon"] = None, True
     if action is not None:
         _check_action(action)
@@ -114,6 +111,11 @@ def toasted(context: click.Context, action: str | None, **flags) -> int:
         raise UsageError("--audit and --no-audit exclude each other")
     if flags["no_audit"]:
         cli.refuse_together(context, "needs an audit log", "audit_text")
+    if restarts:
+        options.checkpoint(flags)  # before the one that serves is stopped for nothing
+        policy_flags.service_settings(flags)
+        with suppress(UnavailableError):  # there is none to stop
+            _stop(flags["socket"])
     return _run_in_background(flags) if flags["daemon"] else _run(flags, cli.say)
 
 

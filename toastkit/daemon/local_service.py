@@ -38,9 +38,7 @@ class LocalService:
                 if prepared.sampling.temperature:  # numpy, while the model is loaded
                     start_optional(partial(import_module, "toastkit.sampling.host"), "numpy")
                 yield {"progress": {"loading": self._preparer.files.name}}
-                self._service = open_service(
-                    self._preparer, self._settings, self._notify, lambda conversation: None
-                )
+                self._service = open_service(self._preparer, self._settings, self._notify, None)
                 if self._warned:  # while it was loaded
                     self._service.memory_warning()
             conversation = self._service.begin(prepared, channel)

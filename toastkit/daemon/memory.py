@@ -19,7 +19,7 @@ from typing import Any
 
 from toastkit.daemon.spill import CachedState, Spill
 from toastkit.engine.savepoints import copy_caches, resumable, resume_at
-from toastkit.errors import ToastError
+from toastkit.errors import DataError, ToastError
 from toastkit.prefix import common_prefix
 from toastkit.session.directory import Session
 from toastkit.session.savepoints import Savepoint
@@ -106,7 +106,7 @@ class Memory:
 
     def resume(self, match: Match) -> tuple[list, list[Savepoint]] | None:
         """Caches after the match's tokens, and the savepoints before them. None if reading the disk
-        failed; the state is forgotten then."""
+        failed; the state is forgotten then, and removed if it is damaged."""
         kept, count = match.kept, match.count
         assert kept is not None
         kept.used = next(self._clock)
@@ -125,8 +125,8 @@ class Memory:
             return caches, points
         try:
             return self._load(kept, count)
-        except ToastError:
-            self._forget(kept)
+        except ToastError as error:
+            self._forget(kept, on_disk=isinstance(error, DataError))
             return None
 
     def _load(self, kept: CachedState, count: int) -> tuple[list, list[Savepoint]]:
@@ -225,10 +225,10 @@ class Memory:
         kept.cuts = kept.cache is None or all(x.is_trimmable() for x in kept.cache)
         kept.cache, kept.savepoints = None, []
 
-    def _forget(self, kept: CachedState) -> None:
+    def _forget(self, kept: CachedState, on_disk: bool = True) -> None:
         if kept in self.kept:
             self.kept.remove(kept)
-        if kept.path is not None and not kept.own and self._spill is not None:
+        if on_disk and kept.path is not None and not kept.own and self._spill is not None:
             self._spill.remove(kept.path)
 
     def summary(self) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class Preparer:
         options = request.options
         settings = PromptOptions(
             raw=options.raw, template_arguments=options.template, tools=request.tools,
-            max_tokens=options.max_tokens, note=note,
+            truncate=None, max_tokens=options.max_tokens, note=note,
         )  # fmt: skip
         return PromptTokenizer(self.files, self._config, settings, self.tokenizer)
 

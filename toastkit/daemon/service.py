@@ -44,7 +44,7 @@ class Service:
         engine: Engine,
         preparer: Preparer,
         settings: ServiceSettings,
-        finished: Callable[[Conversation], None],
+        finished: Callable[[Conversation], None] | None,
     ):
         self.engine = engine
         self.settings = settings
@@ -154,7 +154,7 @@ class Service:
             import traceback
 
             traceback.print_exception(error)
-        if self.settings.say is not None:
+        if self._finished is not None and self.settings.say is not None:
             self.settings.say(as_toast_error(error).message)
 
     def _fail(self, conversation: Conversation, error: Exception) -> None:
@@ -164,6 +164,8 @@ class Service:
 
     def _retire(self, conversation: Conversation) -> None:
         self.active.remove(conversation)
+        if self._finished is None:
+            return
         try:
             self._finished(conversation)
         except Exception as error:
@@ -257,9 +259,10 @@ def open_service(
     preparer: Preparer,
     settings: ServiceSettings,
     notify: Callable[[str], None] | None,
-    finished: Callable[[Conversation], None],
+    finished: Callable[[Conversation], None] | None,
 ) -> Service:
-    """Load the model and return its Service. notify: called with the Engine's messages."""
+    """Load the model and return its Service. notify: called with the Engine's messages. finished:
+    see Service."""
     gears = None if settings.gears is None else settings.gears.options
     policies = settings.policies._replace(gear_options=gears)
     engine = open_engine(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toastkit.base_directories import own_directory
-from toastkit.errors import NoInputError, ToastError, from_os_error
+from toastkit.errors import BusyError, DataError, NoInputError, ToastError, from_os_error
 from toastkit.prefix import common_prefix
 from toastkit.private_files import make_private_directories
 from toastkit.session.directory import Session
@@ -88,9 +88,9 @@ class Spill:
             except NoInputError:
                 if _age(path) > STALE_SECONDS:
                     self.remove(path)
-            except (ToastError, ValueError):
+            except (DataError, ValueError):
                 self.remove(path)
-            except OSError:
+            except (ToastError, OSError):
                 continue  # not readable now
         return found
 
@@ -120,6 +120,8 @@ class Spill:
                     # Keeps its lock, which is on the file and not on the name.
                     path = path.rename(self._free_name(name))
             os.utime(path)
+        except BusyError:  # another process is writing it, as one that is asked the same
+            return False
         except Exception as error:  # whatever it is, the conversation is still in memory
             if self._say is not None:
                 if isinstance(error, OSError):

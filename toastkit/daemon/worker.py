@@ -89,8 +89,9 @@ class Worker:
             self._do(lambda: self._answer(act, request, channel))
 
     def _check_room(self) -> None:
-        """Raise BusyError if the queue is full. Requests whose client has gone do not count."""
-        most = self.settings.max_queue
+        """Raise BusyError if too many requests wait for others; those of gone clients do not."""
+        active = len(self._service.active) if self._service else 0
+        most = self.settings.max_queue + max(self.settings.parallel - active, 0)
         if self.preparing + len(self._waiting) < most:
             return
         for _, _, prepared, channel in self._waiting:
@@ -211,8 +212,7 @@ class Worker:
     def _load(self) -> Service:
         from toastkit.daemon.service import open_service  # and MLX: prompts are prepared meanwhile
 
-        settings = self.settings
-        service = open_service(self._preparer, settings, settings.say, self._finished)
+        service = open_service(self._preparer, self.settings, self.settings.say, self._finished)
         self._service, self._last_used = service, time.monotonic()
         looks = service.engine.native.awaited
         self._next_look = self._last_used + NATIVE_SECONDS if looks else None

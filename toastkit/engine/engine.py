@@ -208,6 +208,8 @@ class Engine:
         count = 0 if read is None else read.reusable(ids)
         if read is None or count == 0:
             return ModelState(self.new_cache(), session=session), 0
+        # Before the caches: a writer that goes on meanwhile leaves their rows, not these.
+        logits = read.logits() if count == len(ids) else None
         points = read.restore_savepoints(count, self.new_cache)
         cache = self.counted(read.restore(count, self.new_cache))
         if count in read.savepoints:
@@ -215,8 +217,8 @@ class Engine:
         state = ModelState(cache, list(ids[:count]), session=session, savepoints=points)
         if source is not None and session is not None:
             session.goes_on_from(source, count, len(ids))
-        if count == len(ids):
-            state.logits = mx.array(read.logits())  # type: ignore[arg-type]  # there: reusable
+        if logits is not None:
+            state.logits = mx.array(logits)  # type: ignore[arg-type]
         return state, count
 
     def reading(

@@ -43,14 +43,21 @@ from toastkit.session.upkeep import (
 class Session(LastCommit):
     """One session directory.
 
-    fingerprint: of the model, hex. ephemeral: deleted on close. The rest as in LastCommit.
+    fingerprint: of the model, hex. ephemeral: deleted on close. made: its directory was created
+    for it. The rest as in LastCommit.
     """
 
     def __init__(
-        self, path: Path, fingerprint: str | None, lock: WriterLock | None, durable: bool = True
+        self,
+        path: Path,
+        fingerprint: str | None,
+        lock: WriterLock | None,
+        durable: bool = True,
+        made: bool = True,
     ):
         super().__init__(path, fingerprint, lock)
         self.ephemeral = is_ephemeral(path)
+        self._made = made
         self._syncs = durable and not self.ephemeral
         self._assume_shared(0)
 
@@ -85,8 +92,8 @@ class Session(LastCommit):
         path = Path(path)
         if not write:
             return cls(path, fingerprint, None)._opened()
-        prepare(path, create)
-        return cls.adopt(path, fingerprint, WriterLock.acquire(path), durable=durable)
+        made = prepare(path, create)
+        return cls(path, fingerprint, WriterLock.acquire(path), durable, made)._opened()
 
     @classmethod
     def adopt(
@@ -94,12 +101,10 @@ class Session(LastCommit):
         path: Path | str,
         fingerprint: str | None,
         lock: WriterLock,
-        *,
-        durable: bool = True,
     ) -> Session:
         """Open a session whose lock this process holds already, as after a hand-over. Takes
         ownership of the lock, and releases it if this raises (as open does)."""
-        return cls(Path(path), fingerprint, lock, durable)._opened()
+        return cls(Path(path), fingerprint, lock)._opened()
 
     def _opened(self) -> Session:
         try:
@@ -117,7 +122,7 @@ class Session(LastCommit):
             if self.ephemeral:
                 remove_tree(self.path)
             elif self.generation == 0:
-                remove_unborn(self.path)
+                remove_unborn(self.path, self._made)
             self.lock.release()
 
     def __enter__(self) -> Session:

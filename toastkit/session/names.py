@@ -7,6 +7,7 @@ anything with a slash in it, `.`, `..`, or a directory here that holds a session
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from toastkit.base_directories import own_directory
@@ -61,5 +62,5 @@ def display_name(path: Path) -> str:
 
 
 def is_ephemeral(path: Path) -> bool:
-    """True if the directory is deleted with its run."""
-    return path.name.startswith(EPHEMERAL_PREFIX)
+    """True if the directory is deleted with its run: one that `make_ephemeral` has named."""
+    return re.fullmatch(re.escape(EPHEMERAL_PREFIX) + "[0-9a-f]{16}", path.name) is not None

@@ -48,19 +48,17 @@ class RunDirectory(Descriptor):
             sweep(session_path)
             path = runs / os.urandom(6).hex()
             os.mkdir(path, 0o700)
-            os.mkfifo(path / FEED_FILE, 0o600)
-            # Locked before it has its name, so that a sweep never sees it unlocked.
-            unborn = path / f"{ALIVE_FILE}.new"
-            fd = open_private(unborn, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            os.rename(unborn, path / ALIVE_FILE)
+            try:
+                return cls(path, _furnish(path))
+            except BaseException:
+                remove_tree(path)
+                raise
         except FileExistsError as error:
             raise CannotCreateError(
                 f"cannot create a run in {runs}: a file is in the way"
             ) from error
         except OSError as error:
             raise from_os_error(error, f"cannot create a run in {runs}", creating=True) from error
-        return cls(path, fd)
 
     @classmethod
     def join(cls, path: Path | str) -> RunDirectory:
@@ -87,6 +85,21 @@ class RunDirectory(Descriptor):
         """Remove the directory: the run has ended. Open rings and FIFOs stay usable."""
         remove_tree(self.path)
         self.close()
+
+
+def _furnish(path: Path) -> int:
+    """Create the files of a run. Return the open file that keeps it alive."""
+    os.mkfifo(path / FEED_FILE, 0o600)
+    # Locked before it has its name, so that a sweep never sees it unlocked.
+    unborn = path / f"{ALIVE_FILE}.new"
+    fd = open_private(unborn, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        os.rename(unborn, path / ALIVE_FILE)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def feed_of(run: Path | str) -> Path:

@@ -35,8 +35,9 @@ def gone(path: Path) -> NoInputError:
     return NoInputError(f"no such session: {display_name(path)}")
 
 
-def prepare(path: Path, create: bool) -> None:
+def prepare(path: Path, create: bool) -> bool:
     """Make sure that there is a directory to lock, and that it is a session's or an empty one.
+    Return whether there was none.
 
     Raises NoInputError if there is no session and none may be created, CannotCreateError.
     """
@@ -45,7 +46,8 @@ def prepare(path: Path, create: bool) -> None:
         is_session = os.path.lexists(path / HEADER_FILE)
         if not create and not is_session:
             raise gone(path)
-        if path.exists() and not path.is_dir():
+        missing = not path.exists()
+        if not missing and not path.is_dir():
             raise CannotCreateError(f"cannot create session {name}: not a directory")
         make_private_directories(path)
         if not is_session and not set(os.listdir(path)) <= OWN_NAMES:
@@ -57,6 +59,7 @@ def prepare(path: Path, create: bool) -> None:
         raise CannotCreateError(f"cannot create session {name}: a file is in the way") from error
     except OSError as error:
         raise from_os_error(error, f"cannot create session {name}", creating=True) from error
+    return missing
 
 
 def make_ephemeral() -> Path:
@@ -81,7 +84,7 @@ def sweep_ephemeral(root: Path) -> None:
     limit = time.time() - STALE_SECONDS
     with os.scandir(root) as entries:
         for entry in entries:
-            ours = entry.name.startswith(EPHEMERAL_PREFIX) and entry.is_dir(follow_symlinks=False)
+            ours = is_ephemeral(Path(entry.path)) and entry.is_dir(follow_symlinks=False)
             if ours and older_than(entry, limit):
                 try:
                     lock = WriterLock.acquire(Path(entry.path))
@@ -99,15 +102,15 @@ def older_than(entry: os.DirEntry, limit: float) -> bool:
         return False
 
 
-def remove_unborn(path: Path) -> None:
-    """Remove what was created for a session without a commit, and the directory if that is all
-    there is in it."""
+def remove_unborn(path: Path, made: bool) -> None:
+    """Remove what was created for a session without a commit. made: the directory too, if that is
+    all there is in it."""
     if os.path.lexists(path / HEADER_FILE):
         return
     try:
-        for name in (TOKENS_FILE, CACHE_FILE, LOGITS_FILE, LOCK_FILE):
+        for name in (*OWN_NAMES - {RUNS_DIRECTORY, LOCK_FILE}, LOCK_FILE):
             (path / name).unlink(missing_ok=True)
-        for folder in (path / RUNS_DIRECTORY, path):
+        for folder in (path / RUNS_DIRECTORY, *([path] if made else ())):
             if folder.is_dir():
                 folder.rmdir()
     except OSError:

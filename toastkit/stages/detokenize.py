@@ -40,7 +40,7 @@ def detokenize(
     for frame in with_tokens(whole_runs(frames, ends_run), lambda: feed.awaited):
         if isinstance(frame, Head):
             feed.begin(frame)
-            writer = _Writer(tokenizer_for(frame), options)
+            writer = _Writer(tokenizer_for(frame), options, frame.vocab)
         elif writer is None:
             pass
         elif isinstance(frame, Text):
@@ -70,9 +70,9 @@ def detokenize(
 class _Writer:
     """The text of one answer. taken: number of its tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, options: TextOptions):
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions, vocab: int):
         self.tokenizer = tokenizer
-        self._pieces = StreamingDetokenizer(tokenizer, options.keep_special)
+        self._pieces = StreamingDetokenizer(tokenizer, options.keep_special, vocab)
         self._stops = StopStrings(options.stops)
         self.stopped = False
         self.taken = 0

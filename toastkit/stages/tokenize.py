@@ -30,14 +30,14 @@ KEPT_HEAD = 1 << 10  # characters of a text that --truncate keeps before its tai
 class PromptOptions(NamedTuple):
     """raw: no chat template. generation_prompt: the template opens the assistant's turn.
     template_arguments: variables for the template. tools: JSON schemas for it. truncate: shorten a
-    prompt that is too long, leaving room for max_tokens. note: called with one line when that
-    happens, and one for each variable that the template ignores."""
+    prompt that is too long, leaving room for max_tokens; None: whoever asks cannot have that. note:
+    called with one line when that happens, and one for each variable that the template ignores."""
 
     raw: bool = False
     generation_prompt: bool = True
     template_arguments: Mapping[str, Any] = MappingProxyType({})
     tools: list[dict] | None = None
-    truncate: bool = False
+    truncate: bool | None = False
     max_tokens: int | None = None
     note: Callable[[str], None] | None = None
 
@@ -200,7 +200,7 @@ class PromptTokenizer:
     def _too_long(self, what: str, limit: int) -> DataError:
         if self._config.context is None:
             return DataError(f"{what}, and without a context in config.json {limit} is the limit")
-        hint = "shorten it, or give --truncate"
+        hint = "shorten it" + (", or give --truncate" if self._options.truncate is False else "")
         return DataError(f"{what}, the model's context is {limit}", hint=hint)
 
     def shortened(self, prompt: Prompt, limit: int) -> Prompt:

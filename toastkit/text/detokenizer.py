@@ -42,17 +42,21 @@ codecs.register_error(_REPLACE_EACH, _replace_each)
 class StreamingDetokenizer:
     """Decodes a stream of token ids; add()s and finish() together equal `tokenizer.decode`.
 
-    keep_special: show special tokens. Time per token and memory do not grow with the text.
+    keep_special: show special tokens. padded: ids below it that the tokenizer lacks, as in an
+    embedding padded to a round size, are no text. Time per token and memory do not grow with it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, keep_special: bool = False):
+    def __init__(self, tokenizer: Tokenizer, keep_special: bool = False, padded: int = 0):
         self._chain = _chain(tokenizer, keep_special)
         self._tokenizer = tokenizer
+        self._padded = padded
         self._hidden = frozenset() if keep_special else tokenizer.special_texts
         self._emoji = EmojiKeeper()
 
     def add(self, token_id: int) -> str:
         """Return the text that is now certain, possibly "". Raises DataError for an unknown id."""
+        if 0 <= token_id < self._padded and not self._tokenizer.has(token_id):
+            return ""
         token = self._tokenizer.token(token_id)
         if token in self._hidden:
             return ""
@@ -150,7 +154,8 @@ class _Whole:
 
     def finish(self) -> str:
         ids, self._ids = self._ids, []
-        return self._tokenizer.decode_as_library(ids, self._keep_special)
+        # A decoder that strips the end panics where there is nothing.
+        return self._tokenizer.decode_as_library(ids, self._keep_special) if ids else ""
 
 
 def _chain(tokenizer: Tokenizer, keep_special: bool) -> _Chain | _Whole:

@@ -145,7 +145,7 @@ def answer(job: dict[str, Any], most: float = inf) -> dict[str, Any]:
 
 def _written(source: str, variables: dict[str, Any], most: float) -> str:
     pieces, size = [], 0
-    for piece in _compiled(source).generate(**variables):
+    for piece in _compiled(source).generate(variables):
         size += len(piece)
         if size > most:
             raise TooMuch(f"it writes over {most} characters")

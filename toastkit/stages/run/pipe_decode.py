@@ -151,11 +151,12 @@ class PipeRun:
             return
         chosen = None if self._end.interrupt else own.choose(values)
         if chosen is not None and isinstance(chosen.token, int):
-            token, logprob = chosen.token, None  # as for a token outside the logits
-            if 0 <= token < len(values):
-                from toastkit.stages.arrays import log_softmax
+            from toastkit.model.config import check_ids
+            from toastkit.stages.arrays import log_softmax
 
-                logprob = round(float(log_softmax(values)[token]), 6)
+            token = chosen.token
+            check_ids((token,), len(values))  # before anybody is shown it
+            logprob = round(float(log_softmax(values)[token]), 6)
             yield Token(position, token, logprob, gear=frame.gear, entropy=frame.entropy)
             chosen = chosen._replace(gear=frame.gear, expected=frame.expected)
         self._chosen = chosen
