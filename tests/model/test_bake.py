@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -181,6 +182,25 @@ def test_a_source_that_breaks_on_the_way(mixed: Path, tmp_path: Path) -> None:
             bake(store, tmp_path / "y.toast", dtype=dtype)
         assert os.listdir(tmp_path) == ["x.toast"]
         baked(mixed, toast)
+
+
+@pytest.mark.parametrize("write", [bake, split])
+def test_a_source_that_is_written_anew_on_the_way(
+    mixed: Path, tmp_path: Path, write: Callable
+) -> None:
+    """Or the result would be one half of each model, with right checksums."""
+    source = shutil.copytree(mixed, tmp_path / "source")
+    changed = []
+
+    def change(done: int, total: int) -> None:
+        if done > total // 2 and not changed:
+            changed.append(done)
+            for shard in source.glob("*.safetensors"):
+                shard.write_bytes(shard.read_bytes())
+
+    with pytest.raises(DataError, match="changed"):
+        write(open_store(source), tmp_path / "out", progress=change)
+    assert changed and os.listdir(tmp_path) == ["source"]
 
 
 KILLED = """

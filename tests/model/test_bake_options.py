@@ -236,7 +236,7 @@ def test_options_that_do_not_go_together(sources: dict, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_gears_of_broken_weights(sources: dict, tmp_path: Path) -> None:
+def test_broken_weights(sources: dict, tmp_path: Path) -> None:
     source = tmp_path / "x"
     source.mkdir()
     for file in sources["llama_tied"].iterdir():
@@ -250,6 +250,10 @@ def test_gears_of_broken_weights(sources: dict, tmp_path: Path) -> None:
                 stream.write(b"\xff" * 4)
     with pytest.raises(DataError, match=r"layers\.1\.mlp\.up_proj.*NaN or infinite"):
         baked(source, tmp_path / "x.toast", gears=("low",))
+    for mode in MODES:
+        with pytest.raises(DataError, match=r"layers\.1\.mlp\.up_proj.*NaN or infinite"):
+            quantization = QuantizationOptions(mode=mode)
+            baked(source, tmp_path / "x.toast", quantization=quantization)
     assert os.listdir(tmp_path) == ["x"]
     (problem,) = verify(locate(str(source)), values=True)
     assert problem.tensor == name and "NaN" in problem.reason

@@ -174,6 +174,7 @@ def test_weights_that_do_not_fit(tmp_path: Path, mlx_started) -> None:
     assert "missing" in refused(num_hidden_layers=3)
     assert "has shape" in refused(intermediate_size=256)
     assert "quantised with awq" in refused(quantization_config={"quant_method": "awq"})
+    assert "quantised with ['x']" in refused(quantization_config={"quant_method": ["x"]})
     assert "no usable quantization" in refused(quantization={"bits": 4})
     assert "never done" in refused(model_file="model.py")
     (path / "config.json").write_text(json.dumps(config))

@@ -60,6 +60,7 @@ def json_info(model: Model, name: object) -> dict:
         (["rm"], "missing argument 'NAME'", "toast-model rm --help"),
         (["split", "crumb"], "missing option '-o'", "toast-model split --help"),
         (["info", "--supported", "crumb"], "--supported takes no model", ""),
+        (["info", "--supported", "--device"], "--supported and --device exclude each other", ""),
         (["bake", "crumb", "--group-size", "32"], "--group-size is for --quant", ""),
         (["bake", "crumb", "--gears", "low,top"], "no such gear to bake: 'top'", "low and mid"),
         (["bake", "crumb", "--gears", "low,"], "no such gear to bake: ''", "low and mid"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -87,6 +88,16 @@ def test_json_of_two_texts(toast: Toast, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert totals[2]["tokens"] == totals[0]["tokens"] + totals[1]["tokens"]
     assert totals[2]["bytes"] == totals[0]["bytes"] + totals[1]["bytes"]
+
+
+def test_a_name_that_is_no_text(toast: Toast, tmp_path: Path) -> None:
+    """JSON is UTF-8: what is none in a name is escaped."""
+    file = os.fsencode(tmp_path) + b"/b\xff.txt"
+    with open(file, "wb") as stream:
+        stream.write(TEXT.encode())
+    done = toast("perplexity", "--json", "--limit", "1", os.fsdecode(file))
+    assert done.returncode == 0 and b"b\\udcff.txt" in done.stdout
+    assert json.loads(done.stdout.decode().splitlines()[0])["file"] == os.fsdecode(file)
 
 
 def test_a_text_may_begin_and_end_with_a_part_of_a_character(toast: Toast, tmp_path: Path) -> None:

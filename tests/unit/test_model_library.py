@@ -127,6 +127,17 @@ def test_a_name_that_means_something_else_is_listed_by_its_path(home: Path, hub:
         assert find(name).path == one.where
 
 
+def test_a_directory_here_does_not_stand_for_the_model_of_the_hub(
+    home: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = snapshot(hub)
+    checkpoint(tmp_path / "here" / "org" / "name")
+    monkeypatch.chdir(tmp_path / "here")
+    found, _, _ = listed()
+    assert [one.where for name, one in found.items() if name != "crumb"] == [there]
+    assert find("org/name").path != there and "org/name" not in found
+
+
 def test_broken_entries_are_told_of_and_passed_over(home: Path, hub: Path) -> None:
     checkpoint(home / "good")
     checkpoint(home / "no-weights")
@@ -167,7 +178,7 @@ def test_what_is_here_is_not_fetched(home: Path, hub: Path, monkeypatch, tmp_pat
 
 
 def test_what_is_no_hub_id_and_no_revision(home: Path, hub: Path, tmp_path: Path) -> None:
-    for name in ("crumb", "", "a/b/c", "../x", "/x", "a b/c", "x/" + "y" * 300):
+    for name in ("crumb", "", "a/b/c", "../x", "/x", "a b/c", "x/" + "y" * 300, "a/b.toast"):
         with pytest.raises(UsageError, match="not a hub id"):
             fetch(name, None, False)
     for revision in ("", "-x", "a b", "x\n", "é" * 300):

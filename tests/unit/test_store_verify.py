@@ -88,6 +88,14 @@ def test_a_file_that_was_cut_off(toast_file: Path) -> None:
     assert str(problem).startswith("x.toast: truncated")
 
 
+def test_a_file_that_goes_on(toast_file: Path) -> None:
+    """No other reader of safetensors opens it."""
+    with open(toast_file, "ab") as stream:
+        stream.write(b"hello")
+    (problem,) = problems(toast_file)
+    assert problem.reason == "goes on after the last tensor" and problem.tensor is None
+
+
 def split(tmp_path: Path) -> Path:
     """The same tensors as a split checkpoint."""
     folder = tmp_path / "split"

@@ -297,6 +297,26 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists() and beside.is_file()
 
 
+def test_what_nobody_of_ours_left_is_not_emptied(tmp_path: Path) -> None:
+    """A file that begins with a header, as a source may be; a directory of other files."""
+    beside = tmp_path / "x.partial"
+    write(beside, PLAN)
+    whole = beside.read_bytes()
+    with pytest.raises(CannotCreateError, match="x.partial is there, and not what an interrupted"):
+        TensorWriter(tmp_path / "x", PLAN, {})
+    assert beside.read_bytes() == whole
+    beside.unlink()
+    for name in ("notes", "model.safetensors", "layer_1"):
+        (beside / name).mkdir(parents=True)
+        with pytest.raises(CannotCreateError, match="x.partial is there, and not what"):
+            Partial(tmp_path / "x", directory=True)
+        (beside / name).rmdir()
+    for name in ("non_layer.safetensors", "layer_0000.safetensors.partial"):
+        (beside / name).touch()
+    with Partial(tmp_path / "x", directory=True):
+        assert list(beside.iterdir()) == []
+
+
 def test_more_tensors_than_a_header_holds(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(writer_module, "MAX_HEADER_BYTES", 4 * PAGE)
     plan = [Planned(f"{i}" + "n" * (5 << 10), "U8", (1,), "outside") for i in range(6)]

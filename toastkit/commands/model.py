@@ -57,6 +57,8 @@ def list_command(**flags) -> int:
 )
 @click.pass_context
 def info(context: click.Context, name: str, **flags) -> int:
+    if flags["supported"] and flags["device"]:
+        raise UsageError("--supported and --device exclude each other")
     for instead, tell in (("supported", _supported), ("device", _device)):
         if not flags[instead]:
             continue

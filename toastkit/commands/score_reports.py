@@ -152,7 +152,8 @@ class JsonReport:
         sys.stdout.flush()
 
     def _write(self, value: dict[str, Any]) -> None:
-        print(json.dumps(value, ensure_ascii=False))
+        line = json.dumps(value, ensure_ascii=False)  # what is no UTF-8 in a file's name is escaped
+        print(line.encode(errors="backslashreplace").decode())
 
 
 Report = TextReport | JsonReport

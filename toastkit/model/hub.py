@@ -21,14 +21,15 @@ from toastkit.errors import (
     UsageError,
 )
 from toastkit.model.files import CONFIG_FILE, ModelFiles
+from toastkit.model.toast_format import SUFFIX
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 ON = ("1", "ON", "YES", "TRUE")
 
 
 def is_hub_id(name: str) -> bool:
-    """True if a name has the form of a hub id: org/name."""
-    return HUB_ID.fullmatch(name) is not None and len(name) < 256
+    """True if a name has the form of a hub id: org/name. FOLDER/NAME.toast is a path."""
+    return HUB_ID.fullmatch(name) is not None and len(name) < 256 and not name.endswith(SUFFIX)
 
 
 def is_offline() -> bool:

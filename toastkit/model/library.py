@@ -17,7 +17,7 @@ from toastkit.errors import (
 )
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
-from toastkit.model.hub import hub_cache, hub_id_of, is_hub_id, repository
+from toastkit.model.hub import cached_snapshot, hub_cache, hub_id_of, is_hub_id, repository
 from toastkit.model.locate import find, models_home
 from toastkit.model.toast_format import SUFFIX
 
@@ -49,9 +49,8 @@ def list_models(
     for path in _entries(hub_cache(), complain):
         hub_id = hub_id_of(path.name)
         if hub_id is not None:
-            try:
-                found = find(hub_id).path
-            except (ToastError, OSError):
+            found = cached_snapshot(hub_id)
+            if found is None:
                 quietly(f"{hub_id}: no whole model in the Hugging Face cache")
                 continue
             yield from _listed(hub_id, found, "hub", complain)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -86,7 +86,7 @@ def bake(
     ]
     for index in range(store.layer_count):
         pieces += contents.layer(index)
-    write_pieces(out, pieces, metadata(store), progress=progress)
+    write_pieces(out, pieces, metadata(store), store.check_files, progress=progress)
 
 
 def split(store: Store, out_directory: Path, progress: Progress | None = None) -> None:
@@ -115,7 +115,10 @@ def split(store: Store, out_directory: Path, progress: Progress | None = None) -
         for name, pieces in parts.items():
             checksums = {FILES_GROUP: digests} if name == OUTSIDE_FILE else None
             path = partial.beside / name
-            write_pieces(path, pieces, metadata(store), checksums=checksums, progress=report)
+            write_pieces(
+                path, pieces, metadata(store), store.check_files, checksums=checksums,
+                progress=report,
+            )  # fmt: skip
             done += sum(item.nbytes for p in pieces for item in p.planned)
         # Last, so that a process killed before leaves nothing that looks like a model.
         with partial.reported():
@@ -130,10 +133,15 @@ def split(store: Store, out_directory: Path, progress: Progress | None = None) -
 
 
 def write_pieces(
-    path: Path, pieces: Iterable[Piece], texts: Mapping[str, str], **rest: Any
+    path: Path,
+    pieces: Iterable[Piece],
+    texts: Mapping[str, str],
+    check: Callable[[], None],
+    **rest: Any,
 ) -> None:
     """Write a safetensors file of pieces, each layer aligned to PAGE. texts: its metadata; the
-    description of experts is added. rest: further arguments of TensorWriter."""
+    description of experts is added. check: raises if what was read has changed meanwhile. rest:
+    further arguments of TensorWriter."""
     pieces = list(pieces)
     plan: list[Planned] = []
     group = FILES_GROUP
@@ -154,6 +162,7 @@ def write_pieces(
             except RuntimeError as error:  # MLX, on a file that was truncated
                 reason = str(error).strip().split("\n")[0]
                 raise DataError(f"{name}: cannot read it: {reason}") from error
+        check()
         writer.finish()
 
 

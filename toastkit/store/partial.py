@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 from contextlib import AbstractContextManager, suppress
@@ -18,6 +19,8 @@ from toastkit.model.info import human
 from toastkit.private_files import sync_directory, try_lock
 
 SUFFIX = ".partial"
+# What a killed `split` leaves; the small files come last.
+_WEIGHTS = re.compile(r"(non_layer|layer_\d{4,})\.safetensors(\.partial)?")
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # network shares
 
 
@@ -63,6 +66,7 @@ class Partial:
             try:
                 self._lock(fd)
                 if os.path.samestat(os.fstat(fd), os.stat(self.beside)):
+                    self._check_left(fd)
                     os.fchmod(fd, 0o700 if self._directory else 0o600)
                     self._empty(fd)
                     return fd
@@ -78,11 +82,23 @@ class Partial:
         with suppress(FileNotFoundError):
             mode = os.lstat(self.beside).st_mode
             if not (stat.S_ISDIR(mode) if self._directory else stat.S_ISREG(mode)):
-                kind = "directory" if self._directory else "regular file"
-                raise CannotCreateError(
-                    f"cannot {self._doing} {self.path}: {self.beside.name} is no {kind}",
-                    hint="it is made under that name first",
-                )
+                raise self._taken(f"is no {'directory' if self._directory else 'regular file'}")
+
+    def _check_left(self, fd: int) -> None:
+        """Raises CannotCreateError for content that no killed writer has left: a file that does not
+        begin with zeros, as its header is written last; a directory with more than weights."""
+        if self._directory:
+            odd = not all(map(_WEIGHTS.fullmatch, os.listdir(fd)))
+        else:
+            odd = any(os.pread(fd, 8, 0))
+        if odd:
+            raise self._taken("is there, and not what an interrupted command has left")
+
+    def _taken(self, reason: str) -> CannotCreateError:
+        return CannotCreateError(
+            f"cannot {self._doing} {self.path}: {self.beside.name} {reason}",
+            hint="it is made under that name first",
+        )
 
     def _lock(self, fd: int) -> None:
         try:

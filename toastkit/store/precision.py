@@ -104,6 +104,12 @@ def quantise_rows(weight: mx.array, bits: int, pad: bool = False) -> Rows:
     )
 
 
+def check_finite(weight: mx.array) -> None:
+    """Raises DataError for NaN and infinity, of which quantising makes plausible numbers."""
+    if not mx.isfinite(weight).all().item():
+        raise DataError("NaN or infinite weights cannot be quantised")
+
+
 def _quantised_block(weight: mx.array, bits: int, size: int) -> Rows:
     """As quantise_rows. size: of a group."""
     wide = weight.astype(mx.float32)
@@ -111,8 +117,7 @@ def _quantised_block(weight: mx.array, bits: int, size: int) -> Rows:
     floor = HALF_FLOOR if weight.dtype == mx.float16 else FLOOR
     peak = mx.abs(wide).max(axis=-1, keepdims=True)
     scale = mx.maximum(peak / LARGEST[bits], floor).astype(weight.dtype)
-    if not mx.isfinite(scale).all().item():
-        raise DataError("NaN or infinite weights cannot be quantised")
+    check_finite(scale)
     largest, offset = LARGEST[bits], 1 << (bits - 1)
     q = mx.clip(mx.round(wide / scale.astype(mx.float32)), -largest, largest)
     packed = _pack((q + offset).astype(mx.uint32), bits)

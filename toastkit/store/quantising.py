@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from toastkit.errors import UsageError
+from toastkit.store.precision import check_finite
 from toastkit.store.store import Store
 
 # mode -> group sizes and bits that MLX has, the default first.
@@ -61,10 +62,12 @@ Quantise = Callable[[mx.array], dict[str, mx.array]]
 def packing(group_size: int, bits: int, mode: str) -> Quantise:
     """Return the function that quantises one module: (..., columns) in any floating dtype -> weight
     (..., columns * bits / 32) uint32, scales and, in affine mode, biases
-    (..., columns / group_size). Lazy."""
+    (..., columns / group_size). It is lazy once the weights have been looked at, and raises
+    DataError for NaN and infinite ones."""
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
 
     def quantise(weight: mx.array) -> dict[str, mx.array]:
+        check_finite(weight)
         packed, *parameters = mx.quantize(weight, group_size, bits, mode=mode)
         if on_cpu and mode.endswith("fp4"):
             packed = _packed_e2m1(weight, parameters[0], mode)

@@ -145,7 +145,7 @@ def quantisation_of(files: ModelFiles, config: ModelConfig) -> dict | None:
     if not foreign:
         return None
     method = foreign.get("quant_method") if isinstance(foreign, dict) else None
-    if method in SAME_BYTES:
+    if isinstance(method, str) and method in SAME_BYTES:
         return dict(SAME_BYTES[method])
     if method == "fp8":
         return None  # the architecture's sanitize dequantises it, or the weights do not fit

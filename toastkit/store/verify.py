@@ -131,6 +131,8 @@ def _check_header(header: Header, expected: dict[str, str]) -> Iterator[Problem]
     digest = layout_digest(header.stored, header.data_start, header.metadata)
     if header.metadata.get(LAYOUT_KEY) != digest:
         yield Problem(file, None, "its header is not as it was written")
+    if header.size > max((entry.stop for entry in header.stored), default=header.data_start):
+        yield Problem(file, None, "goes on after the last tensor")
     names = {entry.name: None for entry in header.stored}
     for name in names:
         if name not in expected and not name.startswith(PAD_PREFIX):
