@@ -38,7 +38,7 @@ def native_cache(factory: pytest.TempPathFactory) -> Path:
             patch.setenv("XDG_CACHE_HOME", str(KEPT))
             KEPT.mkdir(mode=0o700, parents=True, exist_ok=True)
             with everywhere():
-                library = libraries.build(patience=600)
+                library = libraries.build(wait=True)
             folder.mkdir(mode=0o700, parents=True)
             shutil.copy2(library, folder)
     return cache

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+NO_MEMORY = "std::bad_alloc"  # what MLX makes of it is a RuntimeError with this text
+
 
 class ToastError(Exception):
     """Base of all errors shown to a user.
@@ -109,7 +111,7 @@ def as_toast_error(error: BaseException) -> ToastError:
     more memory, or no more threads for this user, as Python reports it; anything else as a bug."""
     if isinstance(error, ToastError):
         return error
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or str(error) == NO_MEMORY:
         return IOFailure("out of memory: there may be a limit of this process (ulimit -v)")
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         return IOFailure("cannot start a thread: there may be no more of this user (ulimit -u)")

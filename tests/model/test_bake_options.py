@@ -7,11 +7,12 @@ import os
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
 from tests.model.published import write_published
-from tests.model.test_bake import baked, open_store
+from tests.model.test_bake import PROMPT, baked, open_store
 from toastkit.engine.opening import open_engine
 from toastkit.errors import DataError, UsageError
 from toastkit.model.locate import locate
@@ -116,6 +117,48 @@ def test_a_quantised_model_computes_what_mlx_lm_computes(sources: dict, tmp_path
         engine = open_engine(locate(str(path)), dtype="float32")
         logits = engine.prefill(ids, engine.new_cache())
         assert mx.allclose(logits, expected, rtol=1e-4, atol=1e-4 * float(mx.abs(expected).max()))
+
+
+@pytest.mark.parametrize("native", ["off", "require"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "affine"])
+def test_rows_of_an_embedding_are_as_wide_as_the_activations(
+    mode: str, native: str, tmp_path: Path
+) -> None:
+    """MLX gives them in bfloat16 if scales are bytes, and Granite multiplies them before it adds
+    anything in float32. Compared with the same weights as float32."""
+    source = write_published(tmp_path / "granite", "llama_tied")
+    config = json.loads((source / "config.json").read_text())
+    config |= {"model_type": "granite", "embedding_multiplier": 12.3, "residual_multiplier": 1.0,
+               "attention_multiplier": 0.2, "logits_scaling": 1.0, "attention_bias": False,
+               "mlp_bias": False}  # fmt: skip
+    (source / "config.json").write_text(json.dumps(config))
+    toast = baked(source, tmp_path / "x.toast", quantization=QuantizationOptions(mode=mode))
+    found = {n: array for n, array in mx.load(str(toast), format="safetensors").items()}
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    config = json.loads(locate(str(toast)).read("config.json"))
+    settings = config.pop("quantization")
+    config.pop("quantization_config", None)
+    (plain / "config.json").write_text(json.dumps(config))
+    (plain / "tokenizer.json").write_bytes(locate("crumb").read("tokenizer.json"))
+    usual = {key: settings[key] for key in ("group_size", "bits", "mode")}
+    weights = {}
+    for name, array in found.items():
+        path, _, leaf = name.rpartition(".")
+        if leaf == "weight" and f"{path}.scales" in found:
+            scales, biases = (found.get(f"{path}.{part}") for part in ("scales", "biases"))
+            if biases is not None:
+                scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+            array = mx.dequantize(array, scales, biases, **settings.get(path, usual))
+        if leaf not in ("scales", "biases") and not name.startswith("__"):
+            weights[name] = array.astype(mx.float32)
+    mx.save_safetensors(str(plain / "model.safetensors"), weights)
+    mine, theirs = (
+        open_engine(locate(str(path)), dtype="float32", native=native, native_exact=native != "off")
+        for path in (toast, plain)
+    )
+    a, b = (np.array(e.prefill(PROMPT, e.new_cache())) for e in (mine, theirs))
+    assert np.abs(a - b).max() < 1e-4 * np.abs(b).max()
 
 
 def test_what_can_be_baked_is_native() -> None:

@@ -250,6 +250,8 @@ def test_what_only_mlx_has(monkeypatch: pytest.MonkeyPatch, library: Library) ->
         operations.rms_norm(x, x[0, 0, 0, :5], 1e-5)
     with pytest.raises(ValueError):
         library.gate(x, x[:1], "silu")
+    with pytest.raises(ValueError):
+        library.multiply(mx.zeros((3, 0)), mx.zeros((4, 0)))
     monkeypatch.setattr("toastkit.native.library._in_use", None)
     for call in calls[:8]:
         assert alike(call(operations), call(mx))

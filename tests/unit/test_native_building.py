@@ -64,7 +64,12 @@ def test_files_that_nobody_built(cache: Path, cxx, trusting) -> None:
     elsewhere.write_bytes(b"compiled")
     made.symlink_to(elsewhere)
     found = libraries.find()
-    assert found.path is None and not found.pending
+    assert found.path is None and not found.pending and found.why.startswith(str(made))
+    made.unlink()
+    whole = Path(libraries.build())
+    (cache / f"{whole.name[:-6]}000.so").symlink_to(elsewhere)  # before it, or after it
+    (cache / f"{whole.name[:-6]}fff.so").mkdir()
+    assert libraries.find().path == str(whole)
 
 
 def test_a_folder_that_others_can_write_to(cache: Path, cxx, trusting) -> None:
@@ -163,7 +168,7 @@ def test_one_builds_at_a_time(cache: Path, cxx, trusting) -> None:
     with pytest.raises(UnavailableError, match="another process is building"):
         libraries.build()
     threading.Timer(0.2, os.close, [lock]).start()
-    assert libraries.build(patience=60.0) == libraries.find().path  # the other has not built it
+    assert libraries.build(wait=True) == libraries.find().path  # the other has not built it
     assert runs(path) > 0
 
 

@@ -204,6 +204,17 @@ def test_scan(
         np.testing.assert_allclose(after, now, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("limits", [(0.0, np.inf), (0.5, 1.0)])
+def test_a_step_that_is_no_number_is_not_hidden(kernels: Kernels, limits: tuple) -> None:
+    """Limits of a step would make one of it. The other head does not see it."""
+    arrays = of_scan(1, 1, 2, (2, 1), (3, 4))
+    arrays[3][0, 0, 0] = np.nan
+    for _ in kernels.row_sets():
+        y, after = scanned(kernels, arrays, None, None, limits)
+        assert np.isnan(y[:, :, 0]).all() and np.isnan(after[:, 0]).all()
+        assert np.isfinite(y[:, :, 1]).all() and np.isfinite(after[:, 1]).all()
+
+
 @settings(max_examples=examples(40))
 @given(seeds, st.integers(1, 2), st.integers(0, 7),
        st.tuples(st.integers(1, 40), st.integers(1, 70)), st.booleans(), st.booleans(),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from toastkit.holdings.derived import derived
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
 from toastkit.holdings.packed import Kind, PathCounts, dense_bytes, packed_class
 from toastkit.native.library import DIGITS, PAIRS, WIDE
@@ -92,6 +93,13 @@ class Holding:
         own = {"_activation_bits": activation_bits}
         vars(self.module).update(own)
         self._attributes.update(own)
+
+    def widen_rows(self, wide: mx.Dtype) -> None:
+        """Have an embedding give its rows in this dtype: MLX gives them in bfloat16 if the scales
+        of their format are bytes (mxfp4, mxfp8, nvfp4)."""
+        if getattr(self.module, "mode", "affine") != "affine" and hasattr(self.module, "as_linear"):
+            self._class = self.module.__class__ = derived(_WideRows, self._class)
+            vars(self.module)["_row_dtype"] = self._attributes["_row_dtype"] = wide
 
     def keep_narrow(self, store: Store, wide: mx.Dtype) -> list[str]:
         """Keep 16-bit parameters as they are stored, where matmuls with activations of dtype wide
@@ -187,6 +195,15 @@ class Holding:
 
     def _rest_of(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         return {t.name: arrays[t.name] for t in self.rest if t.name in arrays}
+
+
+class _WideRows:
+    """An embedding that gives its rows (..., columns) in _row_dtype."""
+
+    _row_dtype: mx.Dtype
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return super().__call__(x).astype(self._row_dtype)  # type: ignore[misc]
 
 
 def _remove(tensor: Tensor) -> None:

@@ -87,6 +87,9 @@ class Holdings:
         if types.native and (library := in_use()) is not None:
             use_native(store.model.modules())
             store.reader.make_memory = library.memory
+        if types.cast is not None:
+            for holding in self.modules.values():
+                holding.widen_rows(types.cast)
         narrow = kept_narrow(store, self.modules.values(), types)
         self._weights = Weights(store, types.cast, narrow, notify)
         self.loaded = LoadedSizes(store, self.modules, self._weights.loaded_dtype)

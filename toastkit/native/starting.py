@@ -54,16 +54,16 @@ def start(options: NativeOptions, say: Callable[[str], None] | None = None) -> S
     impossible."""
     if options.native == "off":
         return Status(False, "they are turned off")
-    from toastkit.native.building.libraries import PATIENCE, build, build_meanwhile, find
+    from toastkit.native.building.libraries import build, build_meanwhile, find
 
     found = find()
     if options.native != "require":
         if found.pending and build_meanwhile():
             return Status(False, "they are being built in the background, for later", awaited=True)
         return _loaded(found.path, options) if found.path else Status(False, found.why)
-    made = _loaded(found.path or build(PATIENCE, say), options)
+    made = _loaded(found.path or build(True, say), options)
     if not made.on and found.path:  # e.g. another compiler's library
-        made = _loaded(build(PATIENCE, say, useless=found.path), options)
+        made = _loaded(build(True, say, useless=found.path), options)
     if not made.on:
         raise UnavailableError(f"no native products: {made.why}")
     return made
@@ -76,7 +76,8 @@ def _loaded(path: str, options: NativeOptions | None = None) -> Status:
     try:
         library = load(path)
     except (OSError, AttributeError) as error:
-        return Status(False, f"{path}: {error}")
+        said = str(error)  # the linker's begins with the path
+        return Status(False, said if said.startswith(path) else f"{path}: {said}")
     if options is None:
         return Status(True, library.instructions)
     use(library)

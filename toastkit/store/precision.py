@@ -105,7 +105,8 @@ def quantise_rows(weight: mx.array, bits: int, pad: bool = False) -> Rows:
 
 
 def check_finite(weight: mx.array) -> None:
-    """Raises DataError for NaN and infinity, of which quantising makes plausible numbers."""
+    """weight: (...), of any floating dtype. Raises DataError for NaN and infinity, of which
+    quantising makes plausible numbers."""
     if not mx.isfinite(weight).all().item():
         raise DataError("NaN or infinite weights cannot be quantised")
 

@@ -230,7 +230,7 @@ def _wait(process: subprocess.Popen[bytes], name: str) -> bytes:
     reader = None
     try:
         reader = _Reader(process.stderr)
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, ValueError, PermissionError):  # a lower limit stays
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (MAX_BYTES, MAX_BYTES))
         process.wait(timeout=SECONDS)
     except BaseException as error:

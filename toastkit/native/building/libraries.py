@@ -27,6 +27,7 @@ from toastkit.interrupts import Signals
 from toastkit.native.building import ready
 from toastkit.native.building.compiling import (
     FOLDER,
+    SECONDS,
     SOURCES,
     compile_library,
     compiler,
@@ -51,7 +52,6 @@ MAX_BYTES = 64 << 20
 MAKING = ".making"  # in the names of unfinished files
 KEPT = 8  # files of other versions and environments of this user
 PROBE_SECONDS = 120.0
-PATIENCE = 120.0  # seconds to wait for another process that builds the library
 LOWEST = 19  # nice value
 LOW = 10  # nice value of the session: a tenth of a busy core, so that the build finishes
 
@@ -79,7 +79,7 @@ def find() -> Found:
     if cxx is None and ready.library(mlx) is None:
         other = ", and nothing that came with toastkit is for this MLX" if ready.kernels() else ""
         return Found(None, no_compiler() + other)
-    name = _key(cxx, mlx)
+    name, odd = _key(cxx, mlx), ""
     try:
         files = sorted(os.listdir(folder()))
         if problem := _unusable():
@@ -87,8 +87,13 @@ def find() -> Found:
         for file in files:
             if file.startswith(f"{name}-") and file.endswith(".so"):
                 path = os.path.join(folder(), file)
-                if digest(read_file(path, MAX_BYTES)) == file[len(name) + 1 : -3]:
-                    return Found(path)
+                try:
+                    if digest(read_file(path, MAX_BYTES)) == file[len(name) + 1 : -3]:
+                        return Found(path)
+                except OSError as error:  # no regular file of this user's: another may be
+                    odd = f"{path}: {error.strerror}"
+        if odd:
+            return Found(None, odd)
         if f"{name}.failed" in files:
             said = read_file(os.path.join(folder(), f"{name}.failed"), 1 << 12)
             return Found(None, said.decode(errors="replace").strip())
@@ -132,12 +137,13 @@ def _unusable() -> str | None:
 
 
 def build(
-    patience: float = 0.0, say: Callable[[str], None] | None = None, useless: str | None = None
+    wait: bool = False, say: Callable[[str], None] | None = None, useless: str | None = None
 ) -> str:
-    """Build the library unless it exists; return its path. patience: seconds to wait for another
-    process that builds it. say: takes a line about what takes long. useless: path of an existing
-    library that cannot be loaded, and is replaced. Raises UnavailableError if the machine cannot,
-    or the other process takes longer; CannotCreateError, IOFailure."""
+    """Build the library unless it exists; return its path. wait: for another process that builds
+    it, as long as a compiler may take. say: takes a line about what takes long.
+    useless: path of an existing library that cannot be loaded, and is replaced. Raises
+    UnavailableError if the machine cannot, or another process builds it; CannotCreateError,
+    IOFailure."""
     found = find()
     if found.path not in (None, useless):
         return found.path
@@ -153,7 +159,7 @@ def build(
     except OSError as error:
         raise from_os_error(error, f"cannot build in {folder()}", creating=True) from error
     try:
-        deadline, waiting = time.monotonic() + patience, False
+        deadline, waiting = time.monotonic() + (SECONDS if wait else 0), False
         while not try_lock(lock):
             if say is not None and not waiting:
                 say("native products: another process builds them, waiting for it")
@@ -305,7 +311,7 @@ def main() -> int:
                     os.unlink(os.path.join(folder(), name))
             there = find().path
             useless = there if there and not is_trustworthy(Path(there)) else None
-        path = build(0.0 if quiet else PATIENCE, None if quiet else _say, useless)
+        path = build(not quiet, None if quiet else _say, useless)
         if not quiet:
             print(path, flush=True)
     except KeyboardInterrupt:

@@ -65,6 +65,7 @@ class Operation : public mx::Primitive {
     }
     size_t numbers = 0;
     for (auto &one : outputs) {
+      if (one.size() && !one.buffer().ptr()) throw std::bad_alloc();  // MLX would go on with NULL
       arrays.push_back(mx::array::unsafe_weak_copy(one));
       numbers += one.size();
     }
@@ -124,7 +125,8 @@ const char *error_text(const char *what) {
 }
 
 void need(int code) {
-  if (code) throw std::runtime_error("no memory to compute in");
+  if (code == 2) throw std::bad_alloc();
+  check(!code, "numbers that the kernels do not take");
 }
 
 // An mx::array is nothing but a shared pointer to its description, which it does not expose.

@@ -88,7 +88,8 @@ Arrays lazy(const char *name, std::vector<mx::Shape> shapes, const std::vector<m
 mx::array lazy(const char *name, mx::Shape shape, mx::Dtype dtype, Arrays inputs, Work work,
                Allocate allocate = nullptr, Weights weights = {});
 
-// Checks the code that a kernel returned. Throws std::runtime_error if it was out of memory.
+// Checks the code that a kernel returned. Throws std::bad_alloc if it was out of memory,
+// std::invalid_argument for what it does not support.
 void need(int code);
 
 // Runs the body of a function of the C interface: NULL, or the message of what it threw, which is

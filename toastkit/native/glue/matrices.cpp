@@ -8,7 +8,7 @@ mx::Dtype add_matrix(Arrays &inputs, const mx::array &weight,
                      const mx::array *scales, const mx::array *biases, const Packing &packing,
                      int64_t columns) {
   const auto [bits, group_size, stack, powers] = packing;
-  check(weight.ndim() == (stack ? 3 : 2), "a matrix of another shape");
+  check(weight.ndim() == (stack ? 3 : 2) && columns > 0, "a matrix of another shape");
   inputs.push_back(weight);
   if (!bits) {
     check(weight.shape(-1) == columns, "vectors of another length");

@@ -194,7 +194,7 @@ int scan_steps(const toast_scan &s, float *y, float *after) {
   share(s.selective ? 0 : gates, 16, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i++) {
       const int64_t h = i % s.heads;
-      dts[i] = fminf(fmaxf(softplus(s.dt[i] + s.bias[h]), s.least), s.most);
+      dts[i] = std::min(std::max(softplus(s.dt[i] + s.bias[h]), s.least), s.most);  // keeps NaN
       decays[i] = expf(-expf(s.a_log[h]) * dts[i]);
     }
   });
