@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
+from tests.model.checkpoints import tied_llama
 from tests.model.published import write_published
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
@@ -187,6 +189,24 @@ def test_streamed_layers_have_gears(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_gears_have_all_bits_of_the_file(tmp_path: Path) -> None:
+    """A matrix that is on the device with fewer is read for them, as a streamed one is."""
+    path = tied_llama(tmp_path / "llama")  # float16
+    options, found = GearOptions("low", "all"), []
+    for resident in ("all", 0):
+        residency = None if resident == "all" else ResidencyOptions("layers", 0)
+        engine = open_engine(
+            locate(str(path)), dtype="bfloat16", gear_options=options, residency=residency
+        )
+        state = ModelState(engine.new_cache())
+        for _ in engine.reading(state, PROMPT):
+            pass  # in high gear
+        engine.consume(state, 9)
+        found.append(np.array(state.logits))
+        engine.close()
+    assert np.array_equal(*found)
+
+
 # ------------------------------------------------------------------------------------ how many stay
 
 
@@ -210,7 +230,8 @@ def test_a_budget_holds_everything() -> None:
 
 
 def test_layers_give_way_to_caches(crumb) -> None:
-    """A context that outgrows what was kept for it: results stay, the budget too."""
+    """A context that outgrows what was kept for it: results stay, the budget too. The next run has
+    the layers again."""
     sizes = streaming().residency.sizes
     budget = sizes.outside + sum(sizes.layers[:4]) + 2 * max(sizes.layers) + sizes.cache_fixed
     budget += int(sizes.cache_per_token * 1024) + MIB
@@ -223,6 +244,11 @@ def test_layers_give_way_to_caches(crumb) -> None:
         assert mx.array_equal(state.logits, wanted).item()
     assert engine.residency.report()["shed"] > 0 and len(engine.residency.resident) < first
     assert engine.ledger.total() <= budget
+    states.clear()
+    del state
+    engine.begin_run()
+    read_prompt(engine)
+    assert len(engine.residency.resident) == first and engine.ledger.total() <= budget
     engine.close()
 
 

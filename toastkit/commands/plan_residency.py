@@ -104,10 +104,13 @@ def _fitted(model: _Model, memory: Memory, flags: dict[str, Any]) -> Fitted:
     from toastkit.engine.room import fitted, room_for_experts
     from toastkit.residency.residency_options import ResidencyOptions
 
+    longest, context = model.store.config.context, flags["context"]
+    if context is not None and longest is not None and context > longest:
+        raise UsageError(f"--context {context}: {model.name} reads {longest:,}")
     kind, amount = ("bytes", memory.size) if memory.given else ("auto", 0)
     # An expected context must fit, and slots give nothing up for it later.
-    priority = "max-context" if flags["context"] else flags["priority"]
-    options = ResidencyOptions(kind, amount, flags["placement"], priority, flags["context"])
+    priority = "max-context" if context else flags["priority"]
+    options = ResidencyOptions(kind, amount, flags["placement"], priority, context)
     room = room_for_experts(options, lambda: memory.size)(model.holdings).size()
     return fitted(
         model.holdings, model.sizes, room, lambda sizes: _planned(model, sizes, memory, flags)
@@ -154,11 +157,9 @@ def _planned(model: _Model, sizes: Sizes, memory: Memory, flags: dict[str, Any])
     from toastkit.residency.residency_plan import plan_residency
     from toastkit.residency.sizing import USUAL_CONTEXT
 
-    longest, context = model.store.config.context, flags["context"]
-    if context is not None and longest is not None and context > longest:
-        raise UsageError(f"--context {context}: {model.name} reads {longest:,}")
+    longest = model.store.config.context or USUAL_CONTEXT
     return plan_residency(
-        model.name, sizes, memory, longest=longest or USUAL_CONTEXT, context=context,
+        model.name, sizes, memory, longest=longest, context=flags["context"],
         priority=flags["priority"], placement=flags["placement"],
     )  # fmt: skip
 

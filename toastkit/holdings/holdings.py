@@ -284,11 +284,19 @@ class Holdings:
                 begun.cancel()
 
     def _original(self, holding: Holding) -> mx.array | None:
-        """A module's original matrix, (..., columns), if it is on the device."""
+        """A module's original matrix, (..., columns), if it is on the device with all bits of the
+        file: gears are made from these."""
+        weight = holding.weight
+        if weight is None or not self._keeps_bits(weight.name):
+            return None
         kept = self._kept.get((holding, ORIGINAL))
         if holding.form in (ORIGINAL, MAPPED):
             return holding.parts.matrix.get("weight")
         return None if kept is None else kept.parts.matrix.get("weight")
+
+    def _keeps_bits(self, name: str) -> bool:
+        """True if a parameter's dtype on the device loses nothing of what is stored."""
+        return self.loaded_dtype(name) in (self.store.dtype(name), mx.float32)
 
     def _install(self, key: Key, parts: Parts) -> None:
         """Attach a module's new form to the tree, and cache the old one; a module that is away or

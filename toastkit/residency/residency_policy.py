@@ -56,7 +56,7 @@ class ResidencyPolicy(Policy):
         self.shed = self.grown = 0
         self._available, self._notify = available, notify
         self._wanted: frozenset[int] | None = None
-        self._warned = False
+        self._warned = self._anew = False
         self._checks = Checks()
         self._loaded = False
         self._before: dict[str, float] = {}
@@ -95,7 +95,8 @@ class ResidencyPolicy(Policy):
 
     def decide(self, wish: Wish) -> bool:
         """True if the resident layers change."""
-        before = self._wanted
+        before, anew = self._wanted, self._anew
+        self._anew = False
         if before is None:  # the model is to be loaded
             self._wanted = placed(self._first_count(), range(self.layers), self.options.placement)
             self._choose_cache(self._wanted)
@@ -106,7 +107,10 @@ class ResidencyPolicy(Policy):
         elif self.options.kind == "auto" and self._checks.due():
             self._wanted = self._layers_for(self._adapted_count(len(before)))
         elif self.options.kind == "bytes":
-            self._wanted = self._layers_for(self._within_budget(sorted(before)))
+            count = self._within_budget(sorted(before))
+            if anew:  # a longer context may have taken some
+                count = max(count, self._first_count())
+            self._wanted = self._layers_for(count)
         return self._wanted != self.resident or not self._loaded
 
     def _first_count(self) -> int:
@@ -119,8 +123,16 @@ class ResidencyPolicy(Policy):
         placement = self.options.placement
         reserve = cache_reserve(self.sizes, self.options.priority, self._context)
         given = kind == "bytes"
+        if given and self._loaded:
+            reserve = max(reserve, self._caches)
         memory = int(amount) if given else self._available()
         return first_count(self.sizes, memory, given, reserve, placement)
+
+    @property
+    def _caches(self) -> int:
+        """Bytes of caches now, those of finished conversations included."""
+        ledger = self._holdings.ledger
+        return ledger.of(CACHE) + ledger.of(SESSIONS)
 
     @property
     def _context(self) -> int:
@@ -128,18 +140,18 @@ class ResidencyPolicy(Policy):
 
     def _adapted_count(self, count: int) -> int:
         """How many layers are to be resident with the memory available now."""
-        now, ledger = self._available(), self._holdings.ledger
+        now = self._available()
         reserve = cache_reserve(self.sizes, self.options.priority, self._context)
-        reserve = max(reserve, ledger.of(CACHE) + ledger.of(SESSIONS))
+        reserve = max(reserve, self._caches)
         # Without this model, what it has on the device would be available too.
-        fitting = adaptive(self.sizes, now + ledger.total(), reserve, self.options.placement)
+        room = now + self._holdings.ledger.total()
+        fitting = adaptive(self.sizes, room, reserve, self.options.placement)
         return self._pressure.update(now, count, fitting)
 
     def _within_budget(self, stay: Sequence[int]) -> int:
         """How many of the resident layers still fit, as caches have grown. Sets the rest of the
         budget as memory for reading ahead."""
-        ledger, count = self._holdings.ledger, len(stay)
-        caches = ledger.of(CACHE) + ledger.of(SESSIONS)
+        count, caches = len(stay), self._caches
         room = self.options.amount - self.sizes.outside
         window = 0 if count == self.layers else WINDOW * max(self.sizes.layers)
         while count and sum(self.sizes.layers[i] for i in stay[:count]) > room - window - caches:
@@ -200,9 +212,9 @@ class ResidencyPolicy(Policy):
     # ------------------------------------------------------------------------------------- counting
 
     def begin_run(self) -> None:
-        """Reset the counts, and the pressure: what was too much in one run may not be in the
+        """Reset the counts, and what was given up: what was too much in one run may not be in the
         next."""
-        self._before = self._counts()
+        self._before, self._anew = self._counts(), True
         self._pressure = Pressure(self.layers)
 
     def count_step(self) -> None:
