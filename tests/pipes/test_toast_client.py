@@ -14,7 +14,7 @@ import pytest
 
 from tests.forked import executable, start
 from tests.pipes.toast_runs import kept, without_out
-from tests.unit.fake_daemon import DROP, HOLD, SECONDS, FakeDaemon, answer, failure
+from tests.unit.fake_daemon import DROP, END, HOLD, SECONDS, FakeDaemon, answer, failure
 from tests.unit.test_cli import lines_of
 
 Run = Callable[..., subprocess.CompletedProcess]
@@ -260,7 +260,7 @@ def test_errors_of_the_daemon(ask: Run, home: Path, code: int) -> None:
 
 
 def test_a_daemon_that_goes_away_in_mid_answer(ask: Run, home: Path) -> None:
-    with FakeDaemon(HELLO, [{"text": "I"}, DROP]) as daemon:
+    with FakeDaemon(HELLO, [{"text": "I"}, END]) as daemon:
         ask(daemon, "hi")
         done = ask(daemon, "-c", "and?")
     assert done.stdout == b"I\n", "the error has a line of its own"
@@ -271,7 +271,7 @@ def test_a_daemon_that_goes_away_in_mid_answer(ask: Run, home: Path) -> None:
 
 def test_where_there_is_no_way_on(ask: Run, home: Path) -> None:
     """Nothing is kept of the conversation, so nothing is said of going on with it."""
-    with FakeDaemon([{"text": "I"}, DROP]) as daemon:
+    with FakeDaemon([{"text": "I"}, END]) as daemon:
         done = ask(daemon, "hi")
     told = lines_of(without_out(done), "toast", 69)
     assert told == ("the daemon went away in mid-answer", "")

@@ -15,6 +15,7 @@ from typing import Any
 
 HOLD = "wait until the client hangs up"
 DROP = "close the connection"
+END = "be no more"
 SECONDS = 30  # a wait that takes longer fails its test
 
 
@@ -50,7 +51,7 @@ def failure(code: int, message: str, hint: str | None = None) -> list:
 
 class FakeDaemon:
     """scripts: what each request in turn is answered with, the last one also all that follow. An
-    item is a reply, raw bytes, HOLD or DROP.
+    item is a reply, raw bytes, HOLD, DROP or END.
 
     requests: what was asked, in order. gone: set when a client hung up during HOLD.
     """
@@ -114,7 +115,9 @@ class FakeDaemon:
                 if _hung_up(connection):
                     self.gone.set()
                 return False
-            if item == DROP:
+            if item == END:
+                self.stop_listening()
+            if item in (DROP, END):
                 return False
             data = item if isinstance(item, bytes) else json.dumps(item).encode() + b"\n"
             connection.sendall(data)

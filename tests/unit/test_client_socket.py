@@ -13,6 +13,7 @@ import pytest
 
 from tests.unit.fake_daemon import (
     DROP,
+    END,
     HOLD,
     SECONDS,
     FakeDaemon,
@@ -89,9 +90,10 @@ def test_leaving_the_replies_cancels() -> None:
 @pytest.mark.parametrize(
     ("script", "message"),
     [([DROP], "the daemon at .* closed the connection"),
-     ([{"text": "a"}, DROP], "went away in mid-answer"),
-     ([{"progress": {"done": 1, "total": 9, "cached": 0}}, DROP], "went away in mid-answer"),
-     ([{"text": "a"}, b'{"text": "b', DROP], "went away in mid-answer")],
+     ([{"text": "a"}, END], "went away in mid-answer"),
+     ([{"progress": {"done": 1, "total": 9, "cached": 0}}, END], "went away in mid-answer"),
+     ([{"text": "a"}, b'{"text": "b', END], "went away in mid-answer"),
+     ([{"text": "a"}, DROP], "broke the connection in mid-answer, as where too much of it waits")],
 )  # fmt: skip
 def test_a_daemon_that_goes_away(script: list, message: str) -> None:
     with FakeDaemon(script) as daemon, pytest.raises(UnavailableError, match=message):

@@ -51,10 +51,20 @@ class SocketBackend:
                     return
                 begun = True
             if self._interrupts is None or not self._interrupts.signal:
-                closed = f"{self.name} closed the connection"
-                raise UnavailableError("the daemon went away in mid-answer" if begun else closed)
+                raise self._closed(begun)
         finally:
             wire.close()
+
+    def _closed(self, begun: bool) -> UnavailableError:
+        """The error for a connection that ended too early, in mid-answer if that had begun."""
+        if not begun:
+            return UnavailableError(f"{self.name} closed the connection")
+        again = connect_socket(self.path)
+        if again is None:
+            return UnavailableError("the daemon went away in mid-answer")
+        again.close()  # it serves on: see channel.py
+        reason = "as where too much of it waits to be read"
+        return UnavailableError(f"the daemon broke the connection in mid-answer, {reason}")
 
     def memory_warning(self) -> None:
         """Nothing: the weights are the daemon's."""
