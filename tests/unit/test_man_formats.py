@@ -18,7 +18,7 @@ from toastkit import arrays, frames
 from toastkit.frames import Array, Reference, unpack_extension
 from toastkit.model import toast_format as file
 from toastkit.session import commit, extents, gear_state, header, layout, lock, names, ring, run
-from toastkit.session.feed import MAX_MESSAGE_BYTES, FeedMessage
+from toastkit.session.feed import FeedMessage
 from toastkit.session.upkeep import CACHE_FILE, LOGITS_FILE, TOKENS_FILE
 from toastkit.store.precision import GEAR_BITS
 from toastkit.store.writer import LAYOUT_KEY
@@ -152,6 +152,14 @@ def test_files_of_a_session() -> None:
     ]  # fmt: skip
 
 
+PIPE_BUF = 512  # POSIX's minimum: what is written whole, whoever else writes
+
+
+def test_messages_are_written_whole() -> None:
+    longest = FeedMessage(2**53 - 1, 2**32 - 1, "high", True, "high")
+    assert len(msgpack.packb(longest._asdict())) <= PIPE_BUF
+
+
 def test_numbers() -> None:
     slots = inspect.signature(ring.RingWriter).parameters["slots"].default
     for page, phrase in (
@@ -159,7 +167,7 @@ def test_numbers() -> None:
         (FRAMES, f"a frame of more than {frames.MAX_FRAME_BYTES >> 20} MiB"),
         (FRAMES, f"more than {frames.MAX_NESTING} deep"),
         (FRAMES, f"{ {8: 'eight'}[slots] } steps later"),
-        (FRAMES, f"at most {MAX_MESSAGE_BYTES} bytes"),
+        (FRAMES, f"at most {PIPE_BUF} bytes"),
         (SESSION, f"schema {layout.SCHEMA_VERSION}"),
         (SESSION, f"at most {header.MAX_HEADER_BYTES >> 20} MiB"),
         (SESSION, f"a multiple of {extents.ALIGNMENT:,} bytes"),

@@ -21,7 +21,6 @@ from toastkit.frames import GEARS
 from toastkit.private_files import Descriptor, open_private
 
 READ_BYTES = 1 << 16
-MAX_MESSAGE_BYTES = 512  # POSIX's minimum PIPE_BUF
 OPEN_SECONDS = 5.0
 RETRY_SECONDS = 0.002
 
