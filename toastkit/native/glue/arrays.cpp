@@ -213,6 +213,13 @@ Contiguous::Contiguous(const mx::array &a) {
   }
 }
 
+Rows::Rows(const mx::array &a) : data_(a.data<char>()), strides_(a.strides()) {
+  if (a.shape(-1) == 1 || a.strides(-1) == 1) return;
+  data_ = copy_.emplace(a).data();
+  int64_t step = 1;
+  for (int axis = int(a.ndim()) - 1; axis >= 0; step *= a.shape(axis--)) strides_[axis] = step;
+}
+
 }  // namespace toast
 
 extern "C" {

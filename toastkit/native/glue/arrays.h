@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -44,6 +45,20 @@ class Contiguous {
  private:
   const char *data_;
   std::unique_ptr<char[]> copy_;
+};
+
+// Rows along the last axis: in place if each is contiguous, whatever the other strides, otherwise
+// a contiguous copy.
+class Rows {
+ public:
+  explicit Rows(const mx::array &a);
+  const char *data() const { return data_; }
+  int64_t stride(int axis) const { return strides_[axis]; }  // in elements
+
+ private:
+  const char *data_;
+  mx::Strides strides_;
+  std::optional<Contiguous> copy_;
 };
 
 using Arrays = std::vector<mx::array>;

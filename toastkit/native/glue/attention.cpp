@@ -1,65 +1,35 @@
 // Scaled dot-product attention as an MLX primitive. Caches are read in place, whatever their
 // strides.
-#include <optional>
-
 #include "arrays.h"
 
 namespace toast {
 namespace {
 
-// Rows (batch, heads, positions, size) in place, or copied if a row is not contiguous.
-class Rows {
- public:
-  explicit Rows(const mx::array &a) {
-    rows_ = {nullptr, {}, cache_type(a)};
-    const bool in_place = a.shape(-1) == 1 || a.strides(-1) == 1;
-    if (!in_place) copy_.emplace(a);
-    rows_.data = in_place ? a.data<char>() : copy_->data();
-    int64_t step = a.shape(-1);
-    for (int axis = 2; axis >= 0; axis--) {
-      rows_.strides[axis] = in_place ? a.strides(axis) : step;
-      step *= a.shape(axis);
-    }
-  }
-  const toast_rows &rows() const { return rows_; }
-
- private:
-  toast_rows rows_;
-  std::optional<Contiguous> copy_;
-};
+toast_rows described(const mx::array &a, const Rows &rows) {
+  return {rows.data(), {rows.stride(0), rows.stride(1), rows.stride(2)}, cache_type(a)};
+}
 
 // A mask that is broadcast to scores (batch, heads, positions, keys).
-class Mask {
- public:
-  Mask(const mx::array &a, toast_attention &call) {
-    const bool bytes = a.dtype() == mx::bool_;
-    call.masking = bytes ? TOAST_VISIBLE : TOAST_ADDED;
-    call.mask_type = bytes ? TOAST_F32 : type_of(a);
-    const bool in_place = a.strides(-1) == 1;
-    if (!in_place) copy_.emplace(a);
-    call.mask = in_place ? a.data<char>() : copy_->data();
-    int64_t step = a.shape(-1);
-    for (int axis = int(a.ndim()) - 2, to = 2; to >= 0; axis--, to--) {
-      const int size = axis < 0 ? 1 : a.shape(axis);
-      call.mask_strides[to] = size == 1 ? 0 : in_place ? a.strides(axis) : step;
-      step *= size;
-    }
-  }
-
- private:
-  std::optional<Contiguous> copy_;
-};
+void set_mask(toast_attention &call, const mx::array &a, const Rows &rows) {
+  const bool bytes = a.dtype() == mx::bool_;
+  call.masking = bytes ? TOAST_VISIBLE : TOAST_ADDED;
+  call.mask_type = bytes ? TOAST_F32 : type_of(a);
+  call.mask = rows.data();
+  for (int axis = int(a.ndim()) - 2, to = 2; to >= 0; axis--, to--)
+    call.mask_strides[to] = axis < 0 || a.shape(axis) == 1 ? 0 : rows.stride(axis);
+}
 
 void compute(const Arrays &arrays, float scale, float cap, int masking, bool sinks) {
   const Rows queries(arrays[0]), keys(arrays[1]), values(arrays[2]);
   mx::array out = arrays.back();
   toast_attention call = {
-      queries.rows(), keys.rows(), values.rows(), arrays[0].shape(0), arrays[0].shape(1),
-      arrays[1].shape(1), arrays[0].shape(2), arrays[1].shape(2), arrays[0].shape(3),
-      head_size(arrays[2]), scale, masking, nullptr, {}, 0, nullptr, cap,
+      described(arrays[0], queries), described(arrays[1], keys), described(arrays[2], values),
+      arrays[0].shape(0), arrays[0].shape(1), arrays[1].shape(1), arrays[0].shape(2),
+      arrays[1].shape(2), arrays[0].shape(3), head_size(arrays[2]), scale, masking, nullptr, {}, 0,
+      nullptr, cap,
   };
-  std::optional<Mask> mask;
-  if (masking >= TOAST_VISIBLE) mask.emplace(arrays[3], call);
+  std::optional<Rows> mask;
+  if (masking >= TOAST_VISIBLE) set_mask(call, arrays[3], mask.emplace(arrays[3]));
   std::optional<Contiguous> heads;
   if (sinks) {
     heads.emplace(arrays[arrays.size() - 2]);

@@ -72,16 +72,10 @@ void append(const Arrays &arrays, int64_t first) {
     const mx::array &x = arrays[2 + i];
     mx::array cache = arrays[4 + i];
     const WriterGuard written(arrays[4 + i]);
-    std::unique_ptr<Contiguous> copy;
-    toast_heads heads = {x.data<char>(), x.shape(0), x.shape(1), x.shape(2), x.shape(3),
-                         {x.strides(0), x.strides(1), x.strides(2)}, type_of(x)};
-    if (x.strides(3) != 1) {
-      copy = std::make_unique<Contiguous>(x);
-      const int64_t row = heads.size, head = heads.length * row;
-      heads.data = copy->data();
-      heads.strides[0] = heads.heads * head, heads.strides[1] = head, heads.strides[2] = row;
-    }
-    write_heads(arrays[i], cache, heads, first);
+    const Rows rows(x);
+    write_heads(arrays[i], cache,
+                {rows.data(), x.shape(0), x.shape(1), x.shape(2), x.shape(3),
+                 {rows.stride(0), rows.stride(1), rows.stride(2)}, type_of(x)}, first);
   }
 }
 

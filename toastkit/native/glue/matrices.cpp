@@ -88,7 +88,7 @@ Part::Part(const Arrays &arrays, size_t &at, const Packing &packing, bool biased
 toast_matrix Part::slice(int64_t first, int64_t rows) const {
   toast_matrix some = *matrix.get();
   const int64_t packed = some.bits ? some.columns * some.bits / 8 : 0;
-  const int64_t size = some.type == TOAST_F32 ? 4 : some.type == TOAST_E8M0 ? 1 : 2;
+  const int64_t size = toast_type_bytes(some.type);
   auto at = [&](const void *p, int64_t row) {
     return static_cast<const void *>(static_cast<const char *>(p) + first * row);
   };

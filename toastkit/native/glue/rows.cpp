@@ -48,17 +48,10 @@ void rotate(const RopeOptions &how, const Arrays &arrays) {
   const mx::array &x = arrays[0];
   mx::array out = arrays.back();
   const int axes = int(x.ndim());
-  std::unique_ptr<Contiguous> copy;
-  toast_heads heads = {x.data<char>(), x.shape(0), axes == 4 ? x.shape(1) : 1, x.shape(-2),
-                       x.shape(-1), {x.strides(0), axes == 4 ? x.strides(1) : 0, x.strides(-2)},
-                       type_of(x)};
-  if (x.strides(-1) != 1) {
-    copy = std::make_unique<Contiguous>(x);
-    heads.data = copy->data();
-    heads.strides[2] = heads.size;
-    heads.strides[1] = heads.length * heads.size;
-    heads.strides[0] = heads.heads * heads.strides[1];
-  }
+  const Rows rows(x);
+  const toast_heads heads = {
+      rows.data(), x.shape(0), axes == 4 ? x.shape(1) : 1, x.shape(-2), x.shape(-1),
+      {rows.stride(0), axes == 4 ? rows.stride(1) : 0, rows.stride(axes - 2)}, type_of(x)};
   Contiguous frequencies(arrays[1]), offsets(arrays[arrays.size() > 3 ? 2 : 1]);
   const bool given = arrays.size() > 3;
   const toast_rotation rotation = {

@@ -1,11 +1,9 @@
 // Attention: which keys each query sees, and how the work is split among threads.
 #include "attention.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 #include <new>
 #include <vector>
@@ -69,22 +67,6 @@ Range range_of(const toast_attention &a, int64_t batch, int64_t head, int64_t po
   return {int32_t(first), int32_t(last), holes ? Range::HOLES : Range::DENSE};
 }
 
-template <class Work>
-void share(bool serial, int64_t count, const Work &work) {
-  if (!serial) return run_stealing(count, work);
-  for (int64_t i = 0; i < count; i++) work(i);
-}
-
-// False if any work(i) is.
-template <class Work>
-bool share_checked(bool serial, int64_t count, const Work &work) {
-  std::atomic<bool> failed{false};
-  share(serial, count, [&](int64_t i) {
-    if (!work(i)) failed.store(true, std::memory_order_relaxed);
-  });
-  return !failed.load(std::memory_order_relaxed);
-}
-
 // What every query sees, and where each batch's spans begin.
 struct Visibility {
   std::vector<Range> ranges;
@@ -96,7 +78,7 @@ struct Visibility {
     batches = mask && a.mask_strides[0] ? a.batch : 1;
     heads = mask && a.mask_strides[1] ? a.heads : 1;
     ranges.resize(batches * heads * a.positions);
-    share(serial || !mask, batches * heads * a.positions, [&](int64_t i) {
+    share_each(serial || !mask, batches * heads * a.positions, [&](int64_t i) {
       const int64_t position = i % a.positions, rest = i / a.positions;
       ranges[i] = range_of(a, rest / heads, rest % heads, position);
     });
@@ -226,7 +208,7 @@ bool attend_spans(Plan &plan) {
   auto memory = static_cast<float *>(scratch(PARTS, plan.spans * floats * sizeof(float)));
   auto queries = static_cast<char *>(bytes ? scratch(QUERIES, tiles * bytes) : nullptr);
   if (!memory || (bytes && !queries)) return false;
-  share(plan.serial || tiles < SERIAL_QUERY_TILES, bytes ? tiles : 0, [&](int64_t i) {
+  share_each(plan.serial || tiles < SERIAL_QUERY_TILES, bytes ? tiles : 0, [&](int64_t i) {
     plan.code.prepare(a, plan.work[i].tile, queries + i * bytes);
     plan.work[i].tile.queries = queries + i * bytes;
   });
@@ -244,7 +226,7 @@ bool attend_spans(Plan &plan) {
     return plan.attend(*one, span, plan.partial(memory + i * floats));
   });
   if (!done) return false;
-  share(plan.serial, tiles, [&](int64_t i) {
+  share_each(plan.serial, tiles, [&](int64_t i) {
     const Work &one = plan.work[i];
     float *all = memory + one.spans_before * floats;
     for (int64_t s = 1; s < one.spans.end - one.spans.first; s++)

@@ -3,7 +3,7 @@
 // Keys are divided into spans, counted from the first key that any query of the batch sees. Each
 // query's span gives a partial softmax (max score, sum of exp(score - max), values weighted by
 // these), and partials are merged in order (online softmax). So results do not depend, to the bit,
-// on which thread takes a span, how many queries share a tile, or what else is masked.
+// on which thread takes a span, how many queries share a tile, or what else is masked, if finite.
 #pragma once
 
 #include "kernels.h"

@@ -9,7 +9,6 @@
 #pragma once
 
 #include <float.h>
-#include <math.h>
 
 #include "attention_room.h"
 

@@ -10,10 +10,6 @@ namespace {
 constexpr int TILE_QUERIES = 4 * LANES;         // queries of a tile, one per lane
 constexpr int64_t SCORES_STRIDE = toast::SPAN;  // floats per query, if few
 
-INLINE int64_t type_bytes(int type) {
-  return type == TOAST_F32 ? 4 : type == TOAST_I8 ? 1 : 2;
-}
-
 // Calls work.operator()<TYPE>() for the type of keys or values that are read as floats. int8 is not
 // where there are int8 dot products (attention_bytes.h): that code took a minute to compile.
 template <class Work>
@@ -28,7 +24,7 @@ INLINE void dispatch_type(int type, const Work &work) {
 
 INLINE const char *row_of(const toast_rows &rows, int64_t batch, int64_t head, int64_t position) {
   const int64_t at = batch * rows.strides[0] + head * rows.strides[1] + position * rows.strides[2];
-  return static_cast<const char *>(rows.data) + at * type_bytes(rows.type);
+  return static_cast<const char *>(rows.data) + at * toast_type_bytes(rows.type);
 }
 
 // So few queries that keys are transposed for them; transposing costs more with narrow registers.
@@ -137,7 +133,7 @@ INLINE const char *query_of(const toast::Attention &a, const toast::Tile &tile, 
 INLINE PacedPrefetch prefetch_of(const toast::Attention &a, const toast_rows &rows,
                                  const toast::Tile &tile, int64_t first, int64_t end,
                                  int64_t times) {
-  const int64_t bytes = (end - first) * rows.strides[2] * type_bytes(rows.type);
+  const int64_t bytes = (end - first) * rows.strides[2] * toast_type_bytes(rows.type);
   if (rows.strides[2] <= rows.strides[1])
     return PacedPrefetch::over(row_of(rows, tile.batch, tile.head, first), bytes, times);
   return PacedPrefetch::over(

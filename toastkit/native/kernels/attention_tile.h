@@ -51,7 +51,7 @@ static void scores_of_few(const toast::Attention &a, const toast::Tile &tile, in
   // After the last keys of all, prefetch the span's values.
   const int64_t before = end == call.key_positions ? count - distance : count;
   const int64_t tail = before > 0 ? (before + LANES - 1) / LANES * LANES : 0;
-  const int64_t value_size = type_bytes(call.values.type);
+  const int64_t value_size = toast_type_bytes(call.values.type);
   const int64_t value_bytes = call.value_size * value_size;
   const int64_t value_stride = call.values.strides[2] * value_size;
   if (begin == a.origin[tile.batch])  // later spans have been prefetched by the one before
@@ -93,7 +93,7 @@ static void scores_of_many(const toast::Attention &a, const toast::Tile &tile, i
                            int64_t end, int vectors, const Workspace &space) {
   const toast_attention &call = *a.call;
   const int64_t size = call.key_size, row = value_floats(size) + LANES;
-  const int64_t number = type_bytes(call.keys.type), stride = call.keys.strides[2] * number;
+  const int64_t number = toast_type_bytes(call.keys.type), stride = call.keys.strides[2] * number;
   auto transpose_all = call.queries.type == TOAST_F32   ? transpose_queries<TOAST_F32>
                        : call.queries.type == TOAST_F16 ? transpose_queries<TOAST_F16>
                                                         : transpose_queries<TOAST_BF16>;

@@ -47,8 +47,7 @@ static void mask_scores(const toast::Attention &a, const toast::Tile &tile, int6
     const int64_t at = tile.batch * call.mask_strides[0] + head * call.mask_strides[1] +
                        position * call.mask_strides[2];
     if (call.masking == TOAST_ADDED) {
-      const bool wide = call.mask_type == TOAST_F32;
-      const char *added = static_cast<const char *>(call.mask) + at * (wide ? 4 : 2);
+      auto added = static_cast<const char *>(call.mask) + at * toast_type_bytes(call.mask_type);
       for (int64_t j = first; j < after; j++)
         row_scores[(j - begin) * stride] += some_floats_at(call.mask_type, added, j, 1)[0];
     } else if (range.kind == toast::Range::EMPTY) {

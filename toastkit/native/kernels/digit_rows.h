@@ -141,7 +141,7 @@ struct Prefetcher {
 struct ScalePrefetcher {
   Prefetcher scales, biases;
   INLINE ScalePrefetcher of(const toast_matrix &m, int64_t row, int64_t pace) {
-    const int64_t size = m.type == TOAST_F32 ? 4 : m.type == TOAST_E8M0 ? 1 : 2;
+    const int64_t size = toast_type_bytes(m.type);
     const int64_t from = row * (m.columns / m.group_size) * size;
     return {{static_cast<const uint8_t *>(m.scales) + from, pace * size},
             {m.biases ? static_cast<const uint8_t *>(m.biases) + from : nullptr,

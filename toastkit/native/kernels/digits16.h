@@ -186,7 +186,7 @@ INLINE void group_sums_of_four(const char *const *vectors, const uint8_t *const 
 // Prefetches the scales or biases that the next tile needs where this one needs those of group g.
 INLINE void prefetch_scales(const toast_matrix &m, const void *p, const int64_t *rows,
                             int64_t groups, int64_t g) {
-  const int64_t size = m.type == TOAST_F32 ? 4 : m.type == TOAST_E8M0 ? 1 : 2;
+  const int64_t size = toast_type_bytes(m.type);
   if (g * size % LINE >= LANES * size) return;  // in a line that was requested
 #pragma GCC unroll 8
   for (int j = 0; j < LANES; j++)

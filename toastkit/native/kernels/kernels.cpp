@@ -91,13 +91,6 @@ struct Task {
   int64_t batch_count, rows, chunks;
 };
 
-// run_stealing, or a plain loop for little work.
-template <class Work>
-void share(bool serial, int64_t count, const Work &work) {
-  if (!serial) return run_stealing(count, work);
-  for (int64_t i = 0; i < count; i++) work(i);
-}
-
 // Whether both want the same prepared vectors.
 bool is_prepared_as(const toast_product &a, const toast_product &b) {
   const toast_matrix &m = *a.matrix, &n = *b.matrix;
@@ -116,7 +109,7 @@ bool prepare(Task &task, const Task *before, bool serial) {
   p.prepared_stride = code.prepared_bytes(p);
   task.prepared = memory<char>(p.x->count * p.prepared_stride);
   if (!(p.prepared = task.prepared.get())) return false;
-  share(serial || p.x->count < 8, p.x->count, [&](int64_t row) { code.prepare(p, row); });
+  share_each(serial || p.x->count < 8, p.x->count, [&](int64_t row) { code.prepare(p, row); });
   return true;
 }
 
@@ -177,19 +170,17 @@ int multiply(const toast_product *products, int32_t n) {
     if (!prepare(task, i ? &tasks[i - 1] : nullptr, serial) || !split_into_chunks(task)) return 2;
     ends[i] = all += task.batch_count * task.chunks;
   }
-  std::atomic<bool> failed{false};
   const Instructions &code = instructions();
-  share(serial, all, [&](int64_t i) {
+  const bool done = share_checked(serial, all, [&](int64_t i) {
     int32_t which = 0;
     while (i >= ends[which]) which++;
     const Task &task = tasks[which];
     if (which) i -= ends[which - 1];
     const int64_t first = i % task.chunks * task.rows, rows = task.p.matrix->rows;
     const int64_t end = first + task.rows < rows ? first + task.rows : rows;
-    if (!code.multiply(task.p, task.batches[i / task.chunks], first, end))
-      failed.store(true, std::memory_order_relaxed);
+    return code.multiply(task.p, task.batches[i / task.chunks], first, end);
   });
-  return failed.load(std::memory_order_relaxed) ? 2 : 0;
+  return done ? 0 : 2;
 }
 
 }  // namespace

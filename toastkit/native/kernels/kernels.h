@@ -6,7 +6,6 @@
 // to the bit, what its vectors give one by one.
 #pragma once
 
-#include <stddef.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -18,6 +17,11 @@ extern "C" {
 enum { TOAST_F32 = 0, TOAST_F16 = 1, TOAST_BF16 = 2 };  // element types
 enum { TOAST_E8M0 = 3 };  // scales only: byte e is 2^(e - 127), 255 is NaN
 enum { TOAST_I8 = 4 };  // KV cache only: a row's int8 values, then its float32 scale
+
+// Bytes per element.
+static inline int64_t toast_type_bytes(int32_t type) {
+  return type == TOAST_F32 ? 4 : type <= TOAST_BF16 ? 2 : 1;
+}
 
 // A stack of matrices (experts, rows, columns), contiguous; a single matrix has experts = 1.
 typedef struct {
@@ -84,7 +88,8 @@ typedef struct {
   toast_rows values;   // (batch, key_heads, key_positions, value_size)
   int64_t batch, heads, key_heads, positions, key_positions, key_size, value_size;
   float scale;
-  int32_t masking;   // TOAST_CAUSAL: aligned to the end, the last query sees all keys
+  int32_t masking;   // TOAST_CAUSAL: the last query sees all keys, each one before it one fewer;
+                     // with more queries than keys, query i sees keys 0 to i
   const void *mask;  // (batch, heads, positions, key_positions). TOAST_VISIBLE: bytes, 0 hides a
                      // key. TOAST_ADDED: added to scores; the lowest number of its type, or -inf,
                      // hides a key
@@ -98,9 +103,10 @@ typedef struct {
 // that sees no key gets the mean of all values, or zero if there are sinks; with TOAST_ADDED, what
 // float32 arithmetic gives. A result depends only on what its query sees, counted from the first
 // key that any query of its batch sees: the same bits in any batch, with any left padding, and
-// however many queries there are per call. Where the processor has int8 dot products, int8 keys and
-// values meet 16-bit fixed-point operands: queries with a scale each, softmax weights with one per
-// query and span. Returns 0; 1 for unsupported arguments or no keys; 2 if out of memory.
+// however many queries there are per call. But a hidden infinity or NaN may make it NaN (0 * inf).
+// Where the processor has int8 dot products, int8 keys and values meet 16-bit fixed-point operands:
+// queries with a scale each, softmax weights with one per query and span. Returns 0; 1 for
+// unsupported arguments or no keys; 2 if out of memory.
 TOAST_API int toast_attend(const toast_attention *call, void *out, const int64_t *out_strides,
                            int32_t out_type);
 

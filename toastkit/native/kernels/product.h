@@ -37,8 +37,8 @@ struct ExpertBatch {
 };
 
 // The kernels of one instruction set; NULL where the compiler lacks it. prepared_bytes: per vector,
-// a multiple of 64. prepare: converts vector `row`. multiply: rows [first, end) of an expert times
-// all vectors of a batch; false if out of memory. rows: see rows.h.
+// a multiple of a register's. prepare: converts vector `row`. multiply: rows [first, end) of an
+// expert times all vectors of a batch; false if out of memory. rows: see rows.h.
 struct Instructions {
   const char *name;
   bool (*is_available)();

@@ -4,8 +4,6 @@
 #include <math.h>
 #include <string.h>
 
-#include <atomic>
-
 #include "product.h"
 #include "sharing.h"
 
@@ -31,19 +29,11 @@ float rate_of(float factor, float b) { return factor / (1 + expf(-b)); }
 // any call is.
 template <class Work>
 bool share_rows(int64_t heads, int64_t rows, int64_t size, const Work &work) {
-  std::atomic<bool> failed{false};
-  const int64_t each = (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK, all = heads * each;
-  auto some = [&](int64_t i) {
+  const int64_t each = (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
+  return share_checked(heads * rows * size < SERIAL_WORK, heads * each, [&](int64_t i) {
     const int64_t row = i % each * ROWS_PER_TASK;
-    if (!work(i / each, row, std::min(row + ROWS_PER_TASK, rows)))
-      failed.store(true, std::memory_order_relaxed);
-  };
-  if (heads * rows * size >= SERIAL_WORK) {
-    run_stealing(all, some);
-  } else {
-    for (int64_t i = 0; i < all; i++) some(i);
-  }
-  return !failed.load(std::memory_order_relaxed);
+    return work(i / each, row, std::min(row + ROWS_PER_TASK, rows));
+  });
 }
 
 int gated_delta(const toast_delta &d, float *y, float *after) {
@@ -177,14 +167,12 @@ class LayerHead {
 };
 
 int layer_steps(const toast_delta_layer &l, float *y, float *last, float *after) {
-  std::atomic<bool> failed{false};
-  const int64_t state = l.value_heads / l.key_heads * l.value_size * l.key_size;
-  share(l.batch * l.key_heads, state * (l.length + 1), [&](int64_t first, int64_t end) {
-    for (int64_t i = first; i < end; i++)
-      if (!LayerHead(l, i / l.key_heads, i % l.key_heads).steps(y, last, after))
-        failed.store(true, std::memory_order_relaxed);
+  const int64_t state = l.batch * l.value_heads * l.value_size * l.key_size;
+  const bool serial = state * (l.length + 1) < SERIAL_WORK;
+  const bool done = share_checked(serial, l.batch * l.key_heads, [&](int64_t i) {
+    return LayerHead(l, i / l.key_heads, i % l.key_heads).steps(y, last, after);
   });
-  return failed.load(std::memory_order_relaxed) ? 2 : 0;
+  return done ? 0 : 2;
 }
 
 int scan_steps(const toast_scan &s, float *y, float *after) {

@@ -92,7 +92,7 @@ static void rotate_head(const toast_heads &x, const toast_rotation &r, const flo
       turn(half + k, b, a, some);
     }
   }
-  const int64_t size = x.type == TOAST_F32 ? 4 : 2;
+  const int64_t size = toast_type_bytes(x.type);
   memcpy(static_cast<char *>(out) + (to + r.dims) * size,
          static_cast<const char *>(x.data) + (from + r.dims) * size, (x.size - r.dims) * size);
 }

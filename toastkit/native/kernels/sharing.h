@@ -22,10 +22,15 @@ void share(int64_t rows, int64_t size, const Work &work) {
   });
 }
 
-// Calls work(i) for all i < count. Each thread walks a contiguous range, so that what it prefetches
-// is what it comes to next, and then steals from the ranges of others.
+// Calls work(i) for all i < count, in this thread if `serial`. Otherwise each thread walks a
+// contiguous range, so that what it prefetches is what it comes to next, and then steals from the
+// ranges of others.
 template <class Work>
-void run_stealing(int64_t count, const Work &work) {
+void share_each(bool serial, int64_t count, const Work &work) {
+  if (serial) {
+    for (int64_t i = 0; i < count; i++) work(i);
+    return;
+  }
   struct alignas(64) Part {
     std::atomic<int64_t> next;
     int64_t end;
@@ -42,6 +47,16 @@ void run_stealing(int64_t count, const Work &work) {
       for (int64_t i; (i = part.next.fetch_add(1, std::memory_order_relaxed)) < part.end;) work(i);
     }
   });
+}
+
+// The same. False if any call is.
+template <class Work>
+bool share_checked(bool serial, int64_t count, const Work &work) {
+  std::atomic<bool> failed{false};
+  share_each(serial, count, [&](int64_t i) {
+    if (!work(i)) failed.store(true, std::memory_order_relaxed);
+  });
+  return !failed.load(std::memory_order_relaxed);
 }
 
 }  // namespace toast

@@ -9,8 +9,7 @@ namespace {
 
 // Bytes per stored row.
 INLINE int64_t row_bytes(const toast_matrix &m) {
-  if (m.bits) return m.columns * m.bits / 8;
-  return m.columns * (m.type == TOAST_F32 ? 4 : 2);
+  return m.bits ? m.columns * m.bits / 8 : m.columns * toast_type_bytes(m.type);
 }
 
 INLINE const uint8_t *row_at(const toast_matrix &m, int64_t row) {
