@@ -75,7 +75,8 @@ def test_no_number_of_threads(toast, count: str) -> None:
             continue
         assert done.returncode == 64 and not done.stdout
         lines = done.stderr.decode().splitlines()
-        assert "--threads" in lines[0] and len(lines) == 2 and "hint" in lines[1]
+        named = "--threads" if how else "TOAST_THREADS"
+        assert named in lines[0] and len(lines) == 2 and "hint" in lines[1]
 
 
 def test_how_products_are_computed_that_are_not(toast) -> None:

@@ -67,6 +67,8 @@ def json_info(model: Model, name: object) -> dict:
         (["split", "crumb", "-o", "."], "-o takes the name of a directory to make, not '.'", ""),
         (["split", "crumb", "-o", "/"], "-o takes the name of a directory to make, not '/'", ""),
         (["bake", "crumb", "-o", "x.bin"], "-o takes a name that ends in .toast", ""),
+        (["bake", "crumb"], "a model called 'crumb': that is the embedded one", "give -o FILE"),
+        (["-q", "list", "-v"], "--verbose and --quiet exclude each other", ""),
         (["bake", "crumb", "--dtype", "int8"], "'int8' is not one of", "bake --help"),
         (["pull", "crumb"], "not a hub id: 'crumb'", "org/name"),
         (["pull", "org/name@dev"], "not a hub id: 'org/name@dev'", "--revision dev says"),
@@ -82,7 +84,8 @@ def test_what_is_not_here_is_not_fetched(model: Model, tmp_path: Path) -> None:
     for command in (["info"], ["verify"], ["split", "-o", tmp_path / "x"], ["bake"]):
         hint = refused(model(*command, "org/name"), 66, "no such model here: org/name")
         assert hint == "  hint: toast-model pull org/name"
-        refused(model(*command, "nope"), 66, "no such model: nope")
+        hint = refused(model(*command, "nope"), 66, "no such model: nope")
+        assert hint.startswith("  hint: a model is a directory, ")
 
 
 def test_flags_before_and_after_the_subcommand(model: Model, tmp_path: Path) -> None:
@@ -91,6 +94,8 @@ def test_flags_before_and_after_the_subcommand(model: Model, tmp_path: Path) -> 
     assert model("list").stderr == ""
     assert model("list", "-v").stderr == model("-v", "list").stderr == told
     assert model("list", env={"TOAST_VERBOSE": "1"}).stderr == told
+    assert model("list", "-q", env={"TOAST_VERBOSE": "1"}).stderr == ""
+    assert model("-v", "list", env={"TOAST_QUIET": "1"}).stderr == told
     for arguments in (["--debug", "info", "nope"], ["info", "--debug", "nope"]):
         done = model(*arguments)
         assert done.returncode == 66 and "Traceback" in done.stderr
@@ -217,6 +222,9 @@ def test_rm(model: Model, home: Path, tmp_path: Path) -> None:
     assert code == 0 and "removed copy" in shown and not (home / "copy").exists()
     unpack(home / "copy")
     assert ok(model("rm", "-q", "--yes", "copy")) == "" and not (home / "copy").exists()
+    unpack(home / "copy")
+    done = model("rm", "--yes", home / "copy")
+    assert re.fullmatch(rf"toast-model: removed copy, 1.* MB, {home / 'copy'}\n", done.stderr)
     refused(model("rm", "--yes", "copy"), 66, "no such model: copy")
     unpack(tmp_path / "mine")
     refused(model("rm", "--yes", tmp_path / "mine"), 64, "is in neither")

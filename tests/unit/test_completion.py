@@ -138,6 +138,8 @@ def shell(request, folder: Path, home: None) -> Iterator[Shell]:
      ("toast-prefill --session nov", "<--session><novel>"),
      ("toast-prefill --session sta", "<--session><state/>"),
      ("toast --session my", "<--session><my chat>"), ("toast --session=7", "<--session=7,5>"),
+     ("toast --session not", "<--session><not>"), ("toast-model rm not", "<rm><not>"),
+     ("toast-model rm some/llama <ru", "<rm><some/llama><logits>"),
      ("toast-model inf", "<info>"), ("toast-model info mod", "<info><models/>")],
 )  # fmt: skip
 def test_shell(shell: Shell, line: str, arguments: str) -> None:
@@ -151,6 +153,7 @@ def test_shell(shell: Shell, line: str, arguments: str) -> None:
      ("toast --session gar", "garden"), ("decode --device g", "gpu"), ("sample --hy", ""),
      ("prefill --resident au", "auto"), ("toast --placement in", "interleaved"),
      ("entropy-gear --hy", "--hysteresis"), ("model nosuch x", None), ("model info 'a", None),
+     ("model rm some/", "some/llama"), ("model rm cru", ""),
      ("model", None)],
 )  # fmt: skip
 def test_names(home: None, monkeypatch: pytest.MonkeyPatch, line: str, names: str | None) -> None:

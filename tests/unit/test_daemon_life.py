@@ -100,9 +100,9 @@ def test_a_drain_finishes_what_is_active_and_refuses_the_rest(home: Home) -> Non
 @pytest.mark.parametrize("second", [False, True])
 def test_a_drain_that_takes_too_long_is_cut_short(home: Home, second: bool) -> None:
     """By its time, or by a second signal."""
-    process = home.start("--drain", "60s" if second else "100ms", "-q", "-v", ready=False)
+    process = home.start("--drain", "60s" if second else "100ms", "-v", ready=False)
     assert process.stderr.readline() == "toasted: loading the model\n"
-    eventually(home.socket.exists)
+    assert "listening on" in process.stderr.readline()
     active = home.held()
     process.send_signal(signal.SIGTERM)
     if second:

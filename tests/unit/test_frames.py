@@ -346,6 +346,7 @@ WRONG = {
     "the exit code of success": {"k": "error", "code": 0, "stage": "", "message": ""},
     "a vocabulary that no frame holds": {**HEAD, "vocab": 1 << 24},
     "bytes for a name": {b"k": "text", "s": "a"},
+    "a number for a name": {1: "a"},
 }  # fmt: skip
 
 
@@ -353,6 +354,11 @@ WRONG = {
 def test_a_map_that_is_not_a_frame(fields: dict) -> None:
     found, error = check(dumps(End("eos", 0)) + msgpack.packb(fields))
     assert found == [End("eos", 0)] and error.offset == len(dumps(found[0]))
+
+
+def test_a_key_that_is_no_string_is_called_that() -> None:
+    error = read(b"\x81garbage")[1]
+    assert error.message == "cannot read frame 1 at byte 0: a map key that is not a string"
 
 
 def test_a_newer_schema_says_both_versions() -> None:

@@ -37,6 +37,7 @@ AS_TEXT = {
 }  # fmt: skip
 FRAMES_SECONDS = 2.0  # how long a command that failed waits to see whether it is fed frames
 WRITES = {command.program: command.writes for command in COMMANDS}
+TYPED = click.core.ParameterSource.COMMANDLINE
 
 
 def command(name: str, under: click.Group | None = None, **settings: Any):
@@ -95,7 +96,7 @@ def _takes_variable(option: click.Option) -> bool:
     return option.expose_value and option.allow_from_autoenv
 
 
-def _variables(option: click.Option) -> list[str]:
+def _variables(option: click.Parameter) -> list[str]:
     """TOAST_X for every long name --x of an option, the longest name first."""
     names = sorted((n for n in option.opts if n.startswith("--")), key=len, reverse=True)
     return ["TOAST_" + n[2:].replace("-", "_").upper() for n in names]
@@ -132,9 +133,15 @@ def _program_options() -> list:
 
 
 def _merge_group_flag(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
-    """A flag before a subcommand's name counts like one after it."""
-    outer = context.parent.params if context.parent is not None else {}
-    return value or bool(outer.get(parameter.name or ""))
+    """A flag before a subcommand's name counts like one after it. Raises UsageError for -v with -q;
+    one of them that is typed wins over a variable of the other."""
+    name, contexts = parameter.name or "", [context.parent or context, context]
+    opposite = {"verbose": "quiet", "quiet": "verbose"}.get(name, "")
+    if TYPED in [one.get_parameter_source(opposite) for one in contexts]:
+        if TYPED in [one.get_parameter_source(name) for one in contexts]:
+            raise UsageError("--verbose and --quiet exclude each other")
+        return False
+    return value or bool(contexts[0].params.get(name))
 
 
 def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -164,9 +171,18 @@ def _completes(name: str) -> str:
 
 def given(context: click.Context, *names: str) -> list[str]:
     """Those of the named parameters that were given as flags on the command line."""
-    source = click.core.ParameterSource.COMMANDLINE
-    options = {p.name: p.opts[-1] for p in context.command.params}
-    return [options[n] for n in names if context.get_parameter_source(n) is source]
+    return [spelled(n, context) for n in names if context.get_parameter_source(n) is TYPED]
+
+
+def spelled(name: str, context: click.Context | None = None) -> str:
+    """How a parameter was given: a variable's name, or the option as it was typed, as far as the
+    words on the command line easily tell."""
+    context = context or click.get_current_context()
+    option = next(p for p in context.command.params if p.name == name)
+    if context.get_parameter_source(name) is click.core.ParameterSource.ENVIRONMENT:
+        return next(variable for variable in _variables(option) if os.environ.get(variable))
+    words = {w.partition("=")[0] if w.startswith("--") else w[:2] for w in sys.argv[1:]}
+    return next((n for n in reversed(option.opts) if n in words), option.opts[-1])
 
 
 def refuse_together(context: click.Context, reason: str, *names: str) -> None:
@@ -360,6 +376,8 @@ def _unexpected(error: Exception) -> ToastError:
 def _misuse(error: click.ClickException, name: str) -> UsageError:
     """Convert click's error: its message in one line, and a suggestion in another."""
     context, near = getattr(error, "ctx", None), getattr(error, "possibilities", None)
+    if type(error) is click.BadParameter and context and isinstance(error.param, click.Option):
+        error.param_hint = repr(spelled(error.param.name or "", context))
     text = " ".join((error.message if near else error.format_message()).split()).rstrip(".")
     text = text[:1].lower() + text[1:] if text[1:2].islower() else text
     asked = f"{context.command_path if context is not None else name} --help"

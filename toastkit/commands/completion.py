@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 # click's own functions leave out the shell's completion in prompts and redirections, and the option
 # in --option=value. Completion must not print messages, so stderr is closed. bash splits
-# --option=value at the sign; `filenames` makes it quote names and mark directories.
+# --option=value at the sign; `filenames` makes it quote names and mark directories. Where nothing
+# fits it would complete files by itself but for `none`, which the other shells can do without.
 BASH = """\
 %(complete_func)s() {
     local IFS=$'\\n' current=${COMP_WORDS[COMP_CWORD]} words=() word type value
@@ -30,6 +31,7 @@ BASH = """\
             [[ $value == *[!a-zA-Z0-9_./=-]* ]] && compopt -o filenames
             COMPREPLY+=("$value")
             ;;
+        none) compopt +o bashdefault +o default ;;
         file | dir)
             compopt -o filenames
             mapfile -t -O ${#COMPREPLY[@]} COMPREPLY < <(compgen -${type:0:1} -- "$current")
@@ -126,6 +128,15 @@ def models(
     return beginning(incomplete, names_here()) + files(context, parameter, incomplete)
 
 
+def removable(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """The models that may be removed."""
+    from toastkit.model.locate import removable_names
+
+    return _only(beginning(incomplete, removable_names()))
+
+
 def sessions(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
@@ -142,7 +153,14 @@ def chats(
     from toastkit.client.chats import SUFFIX, chats_root
 
     names = [name for name in _listed(chats_root()) if name.endswith(SUFFIX)]
-    return beginning(incomplete, [name.removesuffix(SUFFIX) for name in names])
+    return _only(beginning(incomplete, [name.removesuffix(SUFFIX) for name in names]))
+
+
+def _only(items: list[CompletionItem]) -> list[CompletionItem]:
+    """These, and no files of the shell's own even if there are none of them."""
+    from click.shell_completion import CompletionItem
+
+    return [*items, CompletionItem("_", type="none")]
 
 
 def _listed(folder: os.PathLike[str]) -> list[str]:

@@ -90,10 +90,10 @@ def _span(text: str | None) -> tuple[int, int | None]:
         return 0, None
     match = re.fullmatch(r"([0-9]{0,18}):([0-9]{0,18})", text)
     if not match:
-        raise UsageError(f"--slice takes A:B, not {text[:40]!r}")
+        raise UsageError(f"{cli.spelled('span')} takes A:B, not {text[:40]!r}")
     first, end = int(match[1] or 0), int(match[2]) if match[2] else None
     if end is not None and end < first:
-        raise UsageError(f"--slice {text} ends before it begins")
+        raise UsageError(f"{cli.spelled('span')} {text} ends before it begins")
     return first, end
 
 

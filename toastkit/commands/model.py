@@ -138,7 +138,7 @@ def pull(hub_id: str, **flags) -> int:
 
 
 @cli.command("rm", under=model, help="Remove a model from toastkit's folder or the hub's cache.")
-@click.argument("name", shell_complete=completion.models)
+@click.argument("name", shell_complete=completion.removable)
 @click.option("-y", "--yes", is_flag=True, allow_from_autoenv=False, help="Do not ask.")
 def rm(name: str, **flags) -> int:
     from toastkit.model.info import human
@@ -239,12 +239,18 @@ def _bake_output(files, flags: dict[str, Any]) -> Path:
     if given is not None:
         out = Path(given)
         if out.suffix != SUFFIX:
-            raise UsageError(f"-o takes a name that ends in {SUFFIX}, not {given[:200]!r}")
+            said = f"{cli.spelled('output')} takes a name that ends in {SUFFIX}"
+            raise UsageError(f"{said}, not {given[:200]!r}")
     else:
         stem = files.name.rstrip("/").rpartition("/")[2].removesuffix(SUFFIX)
         if not OWN_NAME.fullmatch(stem):
             raise UsageError(
                 f"-m would not find a model called {stem[:200]!r}", hint="give -o FILE"
+            )
+        if stem == "crumb":
+            raise UsageError(
+                "-m would not find a model called 'crumb': that is the embedded one",
+                hint="give -o FILE",
             )
         out = models_home() / f"{stem}{SUFFIX}"
         with reported_as(f"cannot create {out.parent}", creating=True):
@@ -265,7 +271,8 @@ def split(source: str, **flags) -> int:
 
     out = Path(flags["output"])
     if not out.name:  # it is written under another name beside this one
-        raise UsageError(f"-o takes the name of a directory to make, not {flags['output']!r}")
+        said = f"{cli.spelled('output')} takes the name of a directory to make"
+        raise UsageError(f"{said}, not {flags['output']!r}")
     files = find(source)
     Signals()
     store = _open(files)

@@ -50,7 +50,8 @@ class Text(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The text. Raises DataError for bytes that are not UTF-8."""
-        return typed(value, param.opts[-1] if isinstance(param, click.Option) else "the prompt")
+        option = cli.spelled(param.name or "", ctx) if isinstance(param, click.Option) else None
+        return typed(value, option or "the prompt")
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str):
         """Files, as the shell would."""
@@ -280,7 +281,7 @@ def bias(text: str) -> tuple[int, float]:
     """Token id and nats of a --logit-bias. Raises UsageError."""
     name, _, value = text.partition("=")
     if not re.fullmatch("[0-9]{1,20}", name) or not is_number(value):
-        raise UsageError(f"--logit-bias takes ID=B, not {text!r}")
+        raise UsageError(f"{cli.spelled('logit_bias')} takes ID=B, not {text!r}")
     return int(name), float(value)
 
 
@@ -296,10 +297,11 @@ def template_arguments(pairs: tuple[str, ...]) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
+        said = cli.spelled("template_arg")
         if not equals or not name.isidentifier():
-            raise UsageError(f"--template-arg takes NAME=VALUE, not {pair!r}")
+            raise UsageError(f"{said} takes NAME=VALUE, not {pair!r}")
         if name in arguments:
-            raise UsageError(f"--template-arg {name} is given twice")
+            raise UsageError(f"{said} {name} is given twice")
         arguments[name] = _template_value(name, value)
     return arguments
 
@@ -316,8 +318,9 @@ def _template_value(name: str, value: str) -> Any:
     word = value.lower()
     if word in _TRUE_WORDS or word in _FALSE_WORDS:
         meant = "true" if word in _TRUE_WORDS else "false"
+        said = f"{cli.spelled('template_arg')} {name}"
         raise UsageError(
-            f"--template-arg {name}: {value!r} is neither true nor false to a template",
+            f"{said}: {value!r} is neither true nor false to a template",
             hint=f"give {name}={meant}, or {name}='\"{value}\"' for the word",
         )
     return value

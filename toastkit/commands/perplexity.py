@@ -96,7 +96,8 @@ def _window(wanted: int | None, context: int | None) -> int:
     if wanted is None:
         return min(WINDOW, context or WINDOW)
     if context is not None and wanted > context:
-        raise UsageError(f"--context {wanted} is more than the model's context of {context}")
+        said = f"{cli.spelled('window_tokens')} {wanted}"
+        raise UsageError(f"{said} is more than the model's context of {context}")
     return wanted
 
 

@@ -31,12 +31,12 @@ def is_number(text: str) -> bool:
 class _Written(click.ParamType):
     """Refuse unusual spellings of numbers before the class it is mixed with parses them."""
 
-    form = _INTEGER
+    form, said = _INTEGER, "a whole number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number; surrounding blanks do not matter. Anything else is a usage error."""
         if isinstance(value, str) and self.form.fullmatch(value.strip()) is None:
-            self.fail(f"{value[:40]!r} is not a valid {self.name}", param, ctx)
+            self.fail(f"{value[:40]!r} is not {self.said}", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -51,7 +51,7 @@ class IntegerRange(_Written, click.IntRange):
 class Float(_Written, click.types.FloatParamType):
     """Any number; callers check for NaN and infinity."""
 
-    form = _FLOAT
+    form, said = _FLOAT, "a number"
 
 
 class Word(click.ParamType):

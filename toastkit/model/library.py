@@ -103,7 +103,8 @@ def _named(name: str, path: Path | None) -> ModelFiles:
 
 @dataclass(frozen=True)
 class Removal:
-    """What `rm` would delete. size: bytes on the disk. paths: the last one may be missing."""
+    """What `rm` would delete. name: as `list` has it, even if a path was given. size: bytes on the
+    disk. paths: the last one may be missing."""
 
     name: str
     size: int
@@ -126,7 +127,7 @@ def removal(name: str) -> Removal:
             hint=f"say {own[0].name} or {own[1].name}{os.sep}",
         )
     if own:
-        return Removal(name, _size(own[0]), (own[0],))
+        return Removal(own[0].name.removesuffix(SUFFIX), _size(own[0]), (own[0],))
     if is_hub_id(name):
         folder = repository(name)
         if folder.is_dir() or folder.is_symlink():

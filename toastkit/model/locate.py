@@ -69,8 +69,8 @@ def _find_local(name: str, relative: bool = True) -> ModelFiles | None:
     if is_hub_id(name):
         cached = cached_snapshot(name)
         return None if cached is None else ModelFiles(cached, name)
-    takes = "-m takes a directory, a .toast file, a hub id, or a name that toast-model list shows"
-    raise NoInputError(f"no such model: {name[:100]}", hint=did_you_mean(name, names_here(), takes))
+    kinds = "a model is a directory, a .toast file, a hub id, or a name that toast-model list shows"
+    raise NoInputError(f"no such model: {name[:100]}", hint=did_you_mean(name, names_here(), kinds))
 
 
 def _found(name: str, files: ModelFiles | None) -> ModelFiles:
@@ -109,10 +109,15 @@ def _model_at(path: Path, name: str) -> ModelFiles:
 
 
 def names_here() -> list[str]:
-    """Return the names that -m may mean on this machine, without opening any: crumb, toastkit's own
-    folder, repositories in the hub's cache."""
+    """Return the names that -m may mean on this machine, without opening any: crumb, then those of
+    removable_names."""
+    return ["crumb", *removable_names()]
+
+
+def removable_names() -> list[str]:
+    """Return the names in toastkit's own folder, and of repositories in the hub's cache."""
     own = [name.removesuffix(toast_format.SUFFIX) for name in _listed(models_home())]
-    return ["crumb", *own, *filter(None, map(hub_id_of, _listed(hub_cache())))]
+    return [*own, *filter(None, map(hub_id_of, _listed(hub_cache())))]
 
 
 def _listed(folder: Path) -> list[str]:
