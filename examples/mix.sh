@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Two prompts, one answer: mix.py averages what the two decodes expect next, one sampler draws, and
-# the token goes back to both. For now the prompts must have as many tokens, because a token is sent
-# with its position. Usage: mix.sh [PROMPT_A PROMPT_B]
+# the token goes back to both, which may have read prompts of other lengths.
+# Usage: mix.sh [PROMPT_A PROMPT_B]
 set -eu
 a=${1:-Tell me a story about a fox and a river.}
 b=${2:-Tell me a story about a robot and a castle.}

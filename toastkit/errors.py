@@ -21,6 +21,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 NO_MEMORY = "std::bad_alloc"  # what MLX makes of it is a RuntimeError with this text
+# Of no more threads: Python's text, and what MLX makes of it, RuntimeErrors both.
+NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
+SHORTAGES = (NO_MEMORY, *NO_THREAD)
 
 
 class ToastError(Exception):
@@ -113,8 +116,10 @@ def as_toast_error(error: BaseException) -> ToastError:
         return error
     if isinstance(error, MemoryError) or str(error) == NO_MEMORY:
         return IOFailure("out of memory: there may be a limit of this process (ulimit -v)")
-    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
-        return IOFailure("cannot start a thread: there may be no more of this user (ulimit -u)")
+    if isinstance(error, RuntimeError) and str(error) in NO_THREAD:
+        return IOFailure(
+            "cannot start a thread: there is a limit of processes or memory (ulimit -uv)"
+        )
     return ToastError(f"bug: {type(error).__name__}: {error}".replace("\n", " "))
 
 

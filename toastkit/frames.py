@@ -28,7 +28,7 @@ from toastkit.outline import Outline, check_nesting
 
 SCHEMA_VERSION = 1
 MAX_FRAME_BYTES = 64 << 20  # a 151,936-entry float32 logits frame is 0.6 MB
-MAX_VOCAB = MAX_FRAME_BYTES // 4  # float32 logits of fewer fit into a frame
+MAX_VOCAB = (MAX_FRAME_BYTES - 1024) // 4  # float32 logits of fewer fit into a frame
 MAX_NESTING = 8
 MAX_VALUES = 1 << 20  # in a frame, at all depths
 READ_BYTES = 1 << 16
@@ -304,14 +304,16 @@ class FrameReader:
         while True:
             try:
                 fields = self._unpacker.unpack()
+                break
             except msgpack.OutOfData:
                 self._feed()
-                continue
             except Invalid as error:
                 raise self._error(str(error)) from error
             except Exception as error:  # msgpack raises ValueError, StackError, UnicodeDecodeError
                 raise self._error(_reason(error)) from error
-            break
+        end = self._unpacker.tell()
+        if end - self.offset > self._max:  # its last bytes came with the last read
+            raise self._error(f"larger than {self._max} bytes")
         if type(fields) is not dict:
             raise self._error(f"not a map but {_describe(fields)}")
         try:
@@ -319,8 +321,7 @@ class FrameReader:
             frame = from_map(fields)
         except Invalid as error:
             raise self._error(str(error)) from error
-        self.count += 1
-        self.offset = self._unpacker.tell()
+        self.count, self.offset = self.count + 1, end
         self._outline.begin()
         return frame
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.model.service_driver import Plain, private_homes, published_engine, user
 from tests.model.worker_driver import DEADLINE, PROMPT, Running, answer_of, done, until
-from toastkit.daemon.prepare import Preparer
+from toastkit.daemon.prepare import Prepared, Preparer
 from toastkit.daemon.requests import Request
 from toastkit.daemon.service import Service
 from toastkit.daemon.spill import FINGERPRINT_DIGITS, conversations_root
@@ -207,6 +207,25 @@ def test_a_drain_ends_what_has_begun_and_nothing_else(start) -> None:
         running.submit(op="health")
     done(first)
     assert first.one("end")["n"] == 50
+    until(running.worker.idle)
+
+
+def test_a_prompt_that_is_still_read_at_a_drain_is_refused(start, monkeypatch) -> None:
+    """It would begin after everything has been cancelled, and nothing would end it."""
+    running, read = start(), threading.Event()
+    prepare = Preparer.prepare
+
+    def later(self: Preparer, request: Request) -> Prepared:
+        assert read.wait(DEADLINE)
+        return prepare(self, request)
+
+    monkeypatch.setattr(Preparer, "prepare", later)
+    channel = running.ask(max_tokens=50, ignore_eos=True)
+    running.worker.drain()
+    running.worker.cancel_all()
+    read.set()
+    done(channel)
+    assert channel.one("error")["code"] == 69
     until(running.worker.idle)
 
 

@@ -190,3 +190,20 @@ def test_paths_that_are_not_utf8(toast: Toast, tmp_path: Path) -> None:
     refused(toast("decode", "-m", str(model), "hi"), 65, "MLX opens no path that is not UTF-8")
     done = toast("tokenize", "--debug", "--session", name, "hi")
     assert b"Traceback" in done.stderr and b"msgpack" in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_an_encoding_that_lacks_a_character(tmp_path: Path, encoding: str) -> None:
+    """JSON is UTF-8 whatever the terminal has; a name is escaped."""
+    (tmp_path / "日.txt").write_text("日本 Once upon a time", encoding="utf-8")
+    frames = b"\x82\xa1k\xa4text\xa1s\xa6" + "日本".encode()
+    for words, data, said in (
+        (["frames", "--json"], frames, "日本".encode()),
+        (["perplexity", "--json", "日.txt"], b"", "日.txt".encode()),
+        (["perplexity", "日.txt", "日.txt"], b"", b"\\u65e5.txt"),
+    ):
+        done = subprocess.run(
+            [executable(words[0]), *words[1:]], cwd=tmp_path, input=data, capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+        )  # fmt: skip
+        assert done.returncode == 0 and said in done.stdout, done.stderr

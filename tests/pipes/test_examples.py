@@ -270,6 +270,15 @@ def test_mixed_logits_are_the_average(shell: Shell) -> None:
     assert not np.allclose(to_numpy(one[0].logits), to_numpy(other[0].logits), atol=0.1)
 
 
+@pytest.mark.parametrize("size", [1, 40, 80])
+def test_a_reader_that_has_enough_behind_a_tee(shell: Shell, size: int) -> None:
+    """tee does not watch its own reader: sample itself tells decode that the run is over."""
+    run = "toast-tokenize 'Tell me a story.' | toast-prefill | toast-decode --inline"
+    drawn = f"toast-sample --temp 0 --ignore-eos -n 1000 | toast-detokenize | head -c {size}"
+    assert len(shell("bash", "-c", f"{run} | tee run.frames | {drawn}").stdout) == size
+    assert len(shell("bash", "-c", f"bash {EXAMPLES / 'mix.sh'} | head -c 20").stdout) == 20
+
+
 def test_mix_without_the_commands(shell: Shell) -> None:
     failed = shell("bash", EXAMPLES / "mix.sh", code=127, PATH="/usr/bin:/bin")
     assert failed.stderr == "mix.sh: toast-decode is not on PATH\n"

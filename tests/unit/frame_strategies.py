@@ -7,7 +7,16 @@ from dataclasses import fields
 import msgpack
 from hypothesis import strategies as st
 
-from toastkit.frames import KINDS, MAX_NESTING, SCHEMA_VERSION, Array, Reference, Unknown, pack_ids
+from toastkit.frames import (
+    KINDS,
+    MAX_NESTING,
+    MAX_VOCAB,
+    SCHEMA_VERSION,
+    Array,
+    Reference,
+    Unknown,
+    pack_ids,
+)
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint32": 4, "int32": 4, "uint8": 1}
 
@@ -65,7 +74,7 @@ def maybe(strategy: st.SearchStrategy) -> st.SearchStrategy:
 
 FIELDS = {
     "head": {
-        "model": words, "fingerprint": words, "vocab": st.integers(1, 2**24 - 1),
+        "model": words, "fingerprint": words, "vocab": st.integers(1, MAX_VOCAB - 1),
         "eos": st.lists(token_ids, max_size=3), "session": maybe(words),
         "run": st.one_of(st.none(), paths, st.lists(paths, max_size=2)), "dtype": maybe(words),
         "v": st.integers(1, SCHEMA_VERSION),

@@ -64,6 +64,21 @@ def test_a_run_that_ended_in_error_is_no_success() -> None:
         list(feed_tokens([Error(74, "toast-prefill", "no disk")], None, False))
 
 
+def test_a_run_without_its_head_is_no_success() -> None:
+    """But what was recorded of one that a stage has closed already is dropped, up to its end."""
+    step = [Token(1, 7), End("eos", 1)]
+    with pytest.raises(DataError, match="follow the end of a run, and no head"):
+        list(whole_runs([head(), *step, *step], ends_run))
+
+    def closes(frame: Frame) -> bool:
+        return isinstance(frame, (Prefilled, End))
+
+    begun = [head(), Prefilled(3, 3, 0, 0.1)]
+    assert list(whole_runs([*begun, *step, head(), *step], closes)) == [*begun, head(), *step]
+    with pytest.raises(DataError, match="follow the end of a run, and no head"):
+        list(whole_runs([*begun, *step, *step], closes))
+
+
 def test_whole_runs_pass_unchanged() -> None:
     stream = [
         Unknown("later", {}), head(), Tokens(b""), Stats("x"), End("eos", 1), Stats("y"),

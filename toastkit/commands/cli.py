@@ -4,6 +4,7 @@ error becomes a line on stderr and an exit code."""
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 import sys
@@ -230,6 +231,9 @@ def run(entry: click.Command) -> NoReturn:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     name = program_name(entry.name or "")
     closed = open_standard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # Names and texts that the locale's encoding lacks are escaped.
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = _outcome(entry, name, closed)
     # The work is done: a signal during Python's shutdown must not change the outcome.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -112,10 +112,11 @@ def _copy(flags: dict[str, Any], chosen: Callable, reader: LogitsReader) -> int:
 
 
 def _json_writer(flags: dict[str, Any], reader: LogitsReader) -> Callable[[Frame], None]:
+    from toastkit.client.output import write_text
     from toastkit.stages.jsonl import to_json
 
     def write(frame: Frame) -> None:
-        print(to_json(frame, flags["arrays"], flags["top"], reader.read), flush=True)
+        write_text(to_json(frame, flags["arrays"], flags["top"], reader.read) + "\n")
 
     return write
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from toastkit.commands import cli, options
-from toastkit.frames import Head
+from toastkit.frames import Frame, Head
+
+if TYPE_CHECKING:
+    from toastkit.stages.run.pipe_feed import PipeFeed
 
 
 @cli.command("sample")
@@ -31,7 +35,18 @@ def sample(context: click.Context, **flags) -> int:
 
     options.sampling_options(flags, {}, 0)  # refuse bad values before the first frame
     feed = PipeFeed(send=not flags["no_feed"])
-    return run_filter(lambda frames, signals: stage(frames, sampler_for, feed), "sample")
+    return run_filter(
+        lambda frames, signals: _ending(stage(frames, sampler_for, feed), feed), "sample"
+    )
+
+
+def _ending(frames: Iterator[Frame], feed: PipeFeed) -> Iterator[Frame]:
+    """Pass frames on, and end the run if that breaks off: behind tee, decode would not notice."""
+    try:
+        yield from frames
+    except BaseException as error:
+        feed.close("stop" if isinstance(error, (BrokenPipeError, GeneratorExit)) else "error")
+        raise
 
 
 def _seed(head: Head) -> int | None:

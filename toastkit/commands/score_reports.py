@@ -153,7 +153,7 @@ class JsonReport:
 
     def _write(self, value: dict[str, Any]) -> None:
         line = json.dumps(value, ensure_ascii=False)  # what is no UTF-8 in a file's name is escaped
-        print(line.encode(errors="backslashreplace").decode())
+        sys.stdout.buffer.write(line.encode(errors="backslashreplace") + b"\n")
 
 
 Report = TextReport | JsonReport

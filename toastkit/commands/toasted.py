@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -159,12 +160,20 @@ def _make_absolute(flags: dict[str, Any]) -> None:
     os.environ["HF_HUB_CACHE"] = str(hub_cache())
 
 
+def _allow_descriptors() -> None:
+    """Take as many open files as may be had: a conversation mapped from its file keeps it open."""
+    with suppress(OSError, ValueError):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | None = None) -> int:
     """Run the daemon to its end; return the exit code."""
     from toastkit.daemon.life import Settings, serve
     from toastkit.daemon.paths import pidfile_path
     from toastkit.daemon.service_settings import Limits
 
+    _allow_descriptors()
     told = None if flags["quiet"] else say
     model = policy_flags.service_settings(flags)
     audit = _audit(flags, say)
@@ -228,7 +237,9 @@ def _act(action: str, flags: dict[str, Any]) -> int:
     else:
         reply = control(path, action, ANSWER_SECONDS)
     if flags["as_json"]:
-        print(json.dumps(reply, ensure_ascii=False), flush=True)
+        from toastkit.client.output import write_text
+
+        write_text(json.dumps(reply, ensure_ascii=False) + "\n")
     elif action in reply and isinstance(reply[action], dict):
         for line in _lines(action, reply[action]):
             print(shown(line), flush=True)

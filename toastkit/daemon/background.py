@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from toastkit.errors import ToastError, UnavailableError, reported_as
+from toastkit.errors import ToastError, UnavailableError, from_os_error, reported_as
 from toastkit.private_files import make_private_directories, open_private
 from toastkit.text.terminal import shown
 
@@ -66,7 +66,8 @@ def detach(log: str) -> Starter | int:
     read, write = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    child = os.fork()
+    with reported_as("cannot go into the background"):
+        child = os.fork()
     if child:
         os.close(write)
         os.close(errors)
@@ -77,7 +78,9 @@ def detach(log: str) -> Starter | int:
             os._exit(0)
         _detach_from_shell(errors, write)
     except BaseException as error:
-        Starter(write).failed(ToastError(f"cannot go into the background: {error}"))
+        doing = "cannot go into the background"
+        told = from_os_error(error, doing) if isinstance(error, OSError) else None
+        Starter(write).failed(told or ToastError(f"{doing}: {error}"))
         os._exit(70)
     return Starter(FIRST_FREE)
 
@@ -100,10 +103,14 @@ def _detach_from_shell(errors: int, pipe: int) -> None:
     for source, target in ((null, 0), (null, 1), (errors, 2)):
         os.dup2(source, target)
     os.dup2(pipe, FIRST_FREE, inheritable=False)
-    for name in os.listdir("/dev/fd"):
-        if int(name) > FIRST_FREE:
-            with suppress(OSError):  # the one used to list them
-                os.close(int(name))
+    try:
+        opened = [int(name) for name in os.listdir("/dev/fd")]
+    except FileNotFoundError:  # no /proc
+        opened = list(range(os.sysconf("SC_OPEN_MAX")))
+    for fd in opened:
+        if fd > FIRST_FREE:
+            with suppress(OSError):  # e.g. the one used to list them
+                os.close(fd)
 
 
 def _wait(read: int, child: int, log: str) -> int:

@@ -139,7 +139,7 @@ def request_id(document: dict[str, Any]) -> str | int | None:
     value = document.get("id")
     if "id" in document and (isinstance(value, bool) or not isinstance(value, (str, int))):
         raise UsageError(f"id: {kind(value)} instead of a string or a whole number")
-    if len(json.dumps(value)) > MAX_ID_BYTES:
+    if len(json.dumps(value, ensure_ascii=False).encode()) > MAX_ID_BYTES:
         raise UsageError(f"id: longer than {MAX_ID_BYTES} bytes")
     return value
 
@@ -332,7 +332,10 @@ def _session(document: dict[str, Any]) -> str | None:
             f"session: {value[:100]!r} is neither a name nor an absolute path",
             hint="the daemon runs in another directory",
         )
-    resolve(value)
+    try:
+        resolve(value)
+    except UsageError as error:  # without its hint: no path of this directory is taken
+        raise UsageError(error.message) from error
     return str(sessions_root() / value)
 
 

@@ -45,10 +45,9 @@ class Worker:
         self._say: Callable[[str], None] = settings.say or (lambda line: None)
         self.failure: BaseException | None = None
         self.notify: Callable[[], None] = lambda: None
-        self.served = 0
+        self.served = self.preparing = 0
         self._condition = threading.Condition()
         self._waiting: list[tuple[int, int, Prepared, Channel]] = []
-        self.preparing = 0
         self._order = itertools.count()
         self._jobs: deque[Callable[[], None]] = deque()
         self._draining = self._closing = self._reloading = False
@@ -121,7 +120,9 @@ class Worker:
         with self._condition:
             self._last_used = time.monotonic()
             self.preparing -= 1
-            if prepared is not None:
+            if prepared is not None and self._draining:  # it waits, like those in the queue
+                prepared, error = None, UnavailableError("the daemon is shutting down")
+            elif prepared is not None:
                 heapq.heappush(self._waiting, (-request.priority, order, prepared, channel))
             self._condition.notify()
         if prepared is None:
@@ -162,7 +163,7 @@ class Worker:
 
     def idle(self) -> bool:
         """Drained, and nothing active."""
-        busy = self._busy() or (self._service is not None and bool(self._service.attached))
+        busy = self._service is not None and (self._service.busy or self._service.attached)
         return self._draining and not (busy or self.preparing or self._waiting or self._jobs)
 
     def cancel_all(self) -> None:
@@ -237,7 +238,7 @@ class Worker:
         """One round of the worker's thread: wait for work, and do some."""
         with self._condition:
             work = self._jobs or self._waiting or self._closing or self._reloading
-            if not self._busy() and not work:
+            if not (work or (self._service and self._service.busy)):
                 self._condition.wait(self._wait_seconds())
             job = self._jobs.popleft() if self._jobs else None
         if job is not None:
@@ -261,9 +262,6 @@ class Worker:
             job()
         except Exception as error:
             self._say(as_toast_error(error).message)
-
-    def _busy(self) -> bool:
-        return self._service is not None and self._service.busy
 
     def _wait_seconds(self) -> float | None:
         """Seconds until there is something to do unprompted."""
@@ -322,7 +320,8 @@ class Worker:
         if self.settings.audit is None:
             return
         about = {"op": request.op, "model": self._preparer.files.name, "session": request.session}
-        texts = {"messages": messages_of(request), "text": text}
+        asked = request.op == "generate"
+        texts = {"messages": messages_of(request), "text": text} if asked else None
         self.settings.audit.write({**channel.connection.peer._asdict(), **about, **facts}, texts)
 
     def _health(self, request: Request, channel: Any) -> None:
@@ -366,7 +365,8 @@ class Worker:
 
     def _outdated(self) -> bool:
         """Whether to reload before anything new begins: the model's files have changed."""
-        if (service := self._service) and not service.attached and self._preparer.changed():
+        service = self._service  # an attached run goes on with the old model, if that is in memory
+        if service and (not service.attached or service.has_moved()) and self._preparer.changed():
             self._reloading = True
         return self._reloading
 

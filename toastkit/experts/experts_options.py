@@ -79,7 +79,7 @@ class ExpertsOptions:
         """The options as after --experts on the command line, without defaults: equal options give
         equal text."""
         text = f"mobile:{exact_number(self.gamma)}" if self.mode == "mobile" else self.mode
-        if self.runs_little and self.little_k is not None:
+        if self.runs_little and self.little_k not in (None, HALF):
             text += f" --little-k {self.little_k}"
         if self.prompt != ExpertsOptions.prompt:
             text += f" --prefill-experts {self.prompt}"

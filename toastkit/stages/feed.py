@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from toastkit.errors import DataError, RemoteError, ToastError
-from toastkit.frames import End, Error, Frame, Head, Token, Tokens
+from toastkit.frames import End, Error, Frame, Head, Stats, Token, Tokens, Unknown
 from toastkit.stages.jsonl import lines
 from toastkit.stages.run.pipe_feed import PipeFeed
 from toastkit.stages.run.protocol import Next
@@ -63,7 +63,7 @@ def _fed(
                 feed.finish()
             yield End(frame.reason, count)
             head = None
-        elif isinstance(frame, Tokens) and head is not None:
+        elif isinstance(frame, (Tokens, Stats, Unknown)) and head is not None:
             yield frame
     if run is not None and not feed.opened:  # report the end of the input, if nothing was sent
         feed.open(run)

@@ -17,12 +17,12 @@ def whole_runs(frames: Iterable[Frame], closes: Callable[[Frame], bool]) -> Iter
     """Pass frames on and check that the stream consists of whole runs.
 
     closes(frame): True if the frame completes a run for this stage. Recorded frames of the run
-    after that are dropped.
+    after that are dropped, up to its end.
     Raises RemoteError at an error frame, DataError if a run is cut off
     (its writer was killed, say), does not begin with a head, or if there is no run at all; and at
     the end of the stream if a run ended in an error that no frame has reported.
     """
-    seen = inside = failed = False
+    seen = inside = ended = failed = False
     for frame in frames:
         if inside and isinstance(frame, OF_A_STEP):
             yield frame
@@ -37,10 +37,12 @@ def whole_runs(frames: Iterable[Frame], closes: Callable[[Frame], bool]) -> Iter
             raise DataError("the stream does not begin with a head frame")
         elif not inside:
             if isinstance(frame, OF_A_RUN):
-                failed = failed or _failed(frame)
+                if ended and not isinstance(frame, End):
+                    raise DataError("frames follow the end of a run, and no head")
+                ended, failed = ended or isinstance(frame, End), failed or _failed(frame)
                 continue
         elif closes(frame):
-            inside = False
+            inside, ended = False, isinstance(frame, End)
         failed = failed or _failed(frame)
         yield frame
     if inside:

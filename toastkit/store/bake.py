@@ -22,7 +22,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.errors import DataError, UsageError
+from toastkit.errors import SHORTAGES, DataError, UsageError, as_toast_error
 from toastkit.model.files import TEMPLATES_FOLDER
 from toastkit.model.toast_format import (
     EXPERT_MAJOR_VERSION,
@@ -160,6 +160,8 @@ def write_pieces(
             except DataError as error:
                 raise DataError(f"{name}: {error.message}", error.hint) from error
             except RuntimeError as error:  # MLX, on a file that was truncated
+                if str(error) in SHORTAGES:
+                    raise as_toast_error(error) from error
                 reason = str(error).strip().split("\n")[0]
                 raise DataError(f"{name}: cannot read it: {reason}") from error
         check()

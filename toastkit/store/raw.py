@@ -107,11 +107,13 @@ class RawTensors:
         for header in self._files.headers:
             _identity(header.path)  # MLX does not say why it cannot read a file
             try:
-                path = str(header.path)
-                path.encode()
+                # MLX takes UTF-8, whatever the locale's encoding.
+                path = os.fsencode(header.path).decode()
                 found = mx.load(path, format="safetensors")
-            except UnicodeEncodeError as error:
-                raise DataError(f"MLX opens no path that is not UTF-8: {path!r}") from error
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"MLX opens no path that is not UTF-8: {str(header.path)!r}"
+                ) from error
             except (RuntimeError, ValueError, OSError) as error:
                 reason = str(error).strip().split("\n")[0]
                 raise DataError(

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from toastkit.errors import NO_MEMORY, DataError, ToastError, as_toast_error
+from toastkit.errors import SHORTAGES, DataError, ToastError, as_toast_error
 from toastkit.model.architecture import import_architecture
 from toastkit.model.config import ModelConfig, digits
 from toastkit.model.files import ModelFiles
@@ -42,7 +42,7 @@ MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 
 def cannot_run(name: str, error: Exception) -> ToastError:
     """The error for a failed first pass. name: of the checkpoint. error: one of MISFITS."""
-    if str(error) == NO_MEMORY:
+    if str(error) in SHORTAGES:
         return as_toast_error(error)
     reason = str(error).strip().split("\n")[0]
     return DataError(f"{name}: mlx_lm cannot run a model with this config.json: {reason}")

@@ -25,7 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from toastkit.errors import DataError, did_you_mean
+from toastkit.errors import SHORTAGES, DataError, as_toast_error, did_you_mean
 from toastkit.model.config import ModelConfig
 from toastkit.model.files import ModelFiles
 from toastkit.model.normalise import Fitted
@@ -278,6 +278,8 @@ class Store:
         try:
             mx.eval(arrays)
         except RuntimeError as error:
+            if str(error) in SHORTAGES:
+                raise as_toast_error(error) from error
             reason = str(error).strip().split("\n")[0]
             raise DataError(f"{self.files.name}: cannot read the weights: {reason}") from error
 

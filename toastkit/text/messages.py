@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from toastkit.errors import DataError
 
-_SHAPE = 'a list of {"role": ..., "content": ...}, or an object with it under "messages"'
-_TOOLS_SHAPE = 'a list of JSON schemas, or an object with it under "tools"'
+_SHAPE = 'a list of {"role": ..., "content": ...}'
+_TOOLS_SHAPE = "a list of JSON schemas"
 _ELSEWHERE = {
     "tools": "tools are in a file of their own: --tools",
     "documents": "documents are a variable of the template: --template-arg documents=JSON",

@@ -313,7 +313,8 @@ def main() -> int:
             useless = there if there and not is_trustworthy(Path(there)) else None
         path = build(not quiet, None if quiet else _say, useless)
         if not quiet:
-            print(path, flush=True)
+            sys.stdout.buffer.write(os.fsencode(path) + b"\n")
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except (ToastError, OSError) as error:
