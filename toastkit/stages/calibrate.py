@@ -146,7 +146,8 @@ def rule(thresholds: Thresholds) -> str:
     if thresholds.strategy == "prefill":
         most = math.log2(thresholds.vocab)
         return (
-            f"low is p{c.LOW_PERCENT} of the positive ones, high is p{c.HIGH_PERCENT}; moved to "
+            f"of the n positive ones in rising order low is number {c.LOW_PERCENT / 100:g} n, high "
+            f"the one after number {c.HIGH_PERCENT / 100:g} n, rounded down; moved to "
             f"{c.PREFILL_BAND:g} bits apart where they are closer; at most {c.LOW_CAP * most:.2f} "
             f"and {c.HIGH_CAP * most:.2f} bits ({c.LOW_CAP:g} and {c.HIGH_CAP:g} of log2 "
             f"{thresholds.vocab:,})"
