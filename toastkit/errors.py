@@ -17,12 +17,14 @@ the subject in it, no full stop.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 NO_MEMORY = "std::bad_alloc"  # what MLX makes of it is a RuntimeError with this text
 # Of no more threads: Python's text, and what MLX makes of it, RuntimeErrors both.
 NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
+UNMAPPED = re.compile("failed to map segment|[Cc]annot allocate memory")  # of a library's import
 SHORTAGES = (NO_MEMORY, *NO_THREAD)
 
 
@@ -114,7 +116,8 @@ def as_toast_error(error: BaseException) -> ToastError:
     more memory, or no more threads for this user, as Python reports it; anything else as a bug."""
     if isinstance(error, ToastError):
         return error
-    if isinstance(error, MemoryError) or str(error) == NO_MEMORY:
+    unmapped = isinstance(error, ImportError) and UNMAPPED.search(str(error))
+    if isinstance(error, MemoryError) or str(error) == NO_MEMORY or unmapped:
         return IOFailure("out of memory: there may be a limit of this process (ulimit -v)")
     if isinstance(error, RuntimeError) and str(error) in NO_THREAD:
         return IOFailure(

@@ -256,10 +256,17 @@ def test_what_cannot_be_read_limits_nothing(
 
 def test_what_the_system_lacks_is_no_bug() -> None:
     """Neither in a command nor where the daemon answers."""
-    lack = {"out of memory": MemoryError, "cannot start a thread": RuntimeError}
+    unmapped = "libx.so: failed to map segment from shared object"
+    lacks = {
+        "out of memory": (MemoryError(), RuntimeError("std::bad_alloc"), ImportError(unmapped)),
+        "cannot start a thread": (
+            RuntimeError("can't start new thread"),
+            RuntimeError("Resource temporarily unavailable"),  # as MLX says it
+        ),
+    }
     for tell in (cli._unexpected, as_toast_error):
-        for said, kind in lack.items():
-            told = tell(kind("can't start new thread"))
+        for said, error in ((said, e) for said, errors in lacks.items() for e in errors):
+            told = tell(error)
             assert told.code == 74 and told.message.startswith(said) and told.hint is None
         assert tell(RuntimeError("a\nb")).message == "bug: RuntimeError: a b"
 

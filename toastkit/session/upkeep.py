@@ -74,7 +74,10 @@ def make_ephemeral() -> Path:
     except FileExistsError as error:
         raise CannotCreateError(f"cannot create {root}: a file is in the way") from error
     except OSError as error:
-        raise from_os_error(error, f"cannot create a session in {root}", creating=True) from error
+        told = from_os_error(error, f"cannot create a session in {root}", creating=True)
+        if isinstance(error, PermissionError):
+            told.hint = "XDG_STATE_HOME says where sessions go"
+        raise told from error
     return path
 
 
