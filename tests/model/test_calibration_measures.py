@@ -142,7 +142,7 @@ def test_what_is_said_of_a_calibration() -> None:
         "prompt: 11 entropies, p10 1.00, p30 3.00, p50 5.00, p60 6.00, p80 8.00, p90 9.00 bits"
     ]
     said = stage.rule(found.thresholds)
-    assert "p30" in said and "p60" in said
+    assert "low is number 0.3 n, high the one after number 0.6 n" in said
     assert "0.72 and 1.44 bits (0.06 and 0.12 of log2 4,096)" in said
     assert "high is 2.5 times that" in stage.rule(calibration.from_prompts(entropies, 4096))
     both = calibration.from_easy_and_hard(entropies, entropies, 4096)
