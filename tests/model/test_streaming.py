@@ -22,6 +22,7 @@ from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
 from toastkit.errors import UsageError
 from toastkit.gears.gear_options import GearOptions
+from toastkit.gears.gear_policy import GearPolicy
 from toastkit.holdings.policy import Wish
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
@@ -229,6 +230,42 @@ def test_a_budget_holds_everything() -> None:
     assert int(caught.value.message.split("needs ")[1].split("M")[0]) == -(-least // MIB)
 
 
+@pytest.mark.parametrize(("mode", "native"), [("low", "auto"), ("mid", "off"), ("auto", "auto")])
+@pytest.mark.parametrize("baked", [True, False])
+def test_layers_count_as_what_they_take_in_a_fixed_gear(
+    mode: str, native: str, baked: bool, tmp_path: Path
+) -> None:
+    """All stay in steps where some do for a prompt, which is read in high gear. Never, nor within
+    a pass or a shift, does the account pass the budget; no result changes."""
+    path, options = locate("crumb"), GearOptions(mode, scope="all")
+    if baked:
+        bake(Store(path, load_config(path)), tmp_path / "crumb.toast", gears=("low", "mid"))
+        path = locate(str(tmp_path / "crumb.toast"))
+    gears = ["low", "mid", "high", "low"]
+    staying = open_engine(path, dtype="float32", native=native, gear_options=options)
+    wanted = answer(staying, lambda n: Wish(gears[n]))
+    sizes = streaming().residency.sizes
+    budget = sizes.outside + sum(sizes.layers[:3]) + 2 * max(sizes.layers) + sizes.cache_fixed
+    budget += int(sizes.cache_per_token * 1024)
+    rest = ResidencyOptions("bytes", budget)
+    engine = open_engine(path, dtype="float32", native=native, gear_options=options, residency=rest)
+    add, totals, counts = engine.ledger.add, [0], []
+    seen = lambda: totals.append(engine.ledger.total())  # noqa: E731
+    engine.ledger.add = lambda owner, count: (add(owner, count), seen())[0]  # type: ignore
+    engine.holdings.streams.watch = lambda index, ran: seen()
+    for _ in range(2):
+        read_prompt(engine)
+        counts.append(len(engine.residency.resident))
+        assert alike(answer(engine, lambda n: Wish(gears[n])), wanted)
+        counts.append(len(engine.residency.resident))
+    assert counts == ([3, 3, 3, 3] if mode == "auto" else [3, 8, 3, 8])
+    assert max(totals) <= budget
+    report = engine.residency.report()
+    assert (report["shed"], report["grown"]) == (0, 0)
+    engine.close()
+    staying.close()
+
+
 def test_layers_give_way_to_caches(crumb) -> None:
     """A context that outgrows what was kept for it: results stay, the budget too. The next run has
     the layers again."""
@@ -294,6 +331,30 @@ def test_layers_follow_memory(expected, monkeypatch: pytest.MonkeyPatch) -> None
     for n, token in enumerate(NEXT):
         engine.consume(state, token)
         assert mx.array_equal(state.logits, expected[n + 1]).item()
+    engine.close()
+
+
+def test_layers_follow_memory_in_a_gear() -> None:
+    """More stay in steps; and none comes back with them while memory is short."""
+    from toastkit.holdings.pressure import LOW
+
+    files, options = locate("crumb"), GearOptions("low", scope="all")
+    store = Store(files, load_config(files))
+    gears = GearPolicy(options)
+    policy = ResidencyPolicy(ResidencyOptions("auto"), lambda: free(), steps=gears.step_forms)
+    engine = Engine(store, [gears, policy], dtype="float32", native=NativeOptions("auto"))
+    sizes = policy.sizes
+    room = LOW + sizes.outside + 5 * max(sizes.layers) + sizes.cache_fixed + 3 * MIB
+    free = lambda: room - engine.ledger.total()  # noqa: E731
+    for few, many in ((3, 8), (3, 8), (0, 0)):
+        state = ModelState(engine.new_cache())
+        if not many:
+            policy.memory_warning()
+        for _ in engine.reading(state, PROMPT):
+            assert len(policy.resident) == few
+        for token in NEXT:
+            engine.consume(state, token)
+            assert len(policy.resident) == many
     engine.close()
 
 

@@ -24,6 +24,8 @@ from tests.model.test_streaming import (
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
 from toastkit.errors import DataError, IOFailure, NoInputError
+from toastkit.gears.gear_options import GearOptions
+from toastkit.holdings import holdings
 from toastkit.session.directory import Session
 from toastkit.store.raw import RawTensors
 
@@ -102,6 +104,26 @@ def test_a_prompt_that_fails_half_way_can_be_read_on(disk: Disk) -> None:
     for _ in engine.reading(state, PROMPT, lambda: 16):
         pass
     assert mx.array_equal(state.logits, wanted[0]).item()
+    engine.close()
+
+
+def test_a_shift_that_fails_can_be_made_again(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What left to make room is streamed in the old gear; then all is as if nothing had been."""
+    monkeypatch.setattr(holdings, "FEW_TENSORS", 0)  # or MLX reads so small a model
+    sizes = streaming().residency.sizes
+    size = sizes.outside + sum(sizes.layers) + 2**22
+    options = GearOptions("low", "all", path="dequant")  # so a step takes more than a prompt
+    engine = streaming("bytes", size, gears=options)
+    wanted, count = answer(engine), len(engine.residency.resident)
+    assert 0 < count < 8
+    disk.left = 0
+    with pytest.raises(IOFailure):
+        read_prompt(engine)
+    assert engine.gears.gear == "low" and not engine.residency.resident
+    disk.left = None
+    assert alike(answer(engine), wanted)
+    assert len(engine.residency.resident) == count
+    assert engine.ledger.total() <= size
     engine.close()
 
 

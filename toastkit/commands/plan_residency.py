@@ -169,22 +169,18 @@ def _geared(
 ) -> dict[str, dict[str, int] | None]:
     """By gear, with the managed matrices in mid or in low gear: `gears`, resident layers, and
     `geared_slots`, slots per layer; None if no matrix is managed, and without slots."""
-    from dataclasses import replace
-
     from toastkit.gears.discovery import changing
+    from toastkit.holdings.forms import packed
+    from toastkit.residency.model_sizes import sizes_in
 
-    holdings, loaded = model.holdings, model.holdings.loaded
+    holdings = model.holdings
     managed = changing(model.store, flags["gear_scope"])
     stacks = any(holdings.modules[one.path].slots for one in managed)
     low, mid = flags["gear_bits"]
     resident, slots = {}, {}
     for gear, bits in (("mid", mid), ("low", low)) if managed else ():
-        layers = list(found.sizes.layers)
-        for one in managed:
-            saved = loaded.matrix_bytes(one.path) - loaded.packed_bytes(one.path, bits)
-            if one.layer is not None and not holdings.modules[one.path].slots:
-                layers[one.layer] -= saved
-        smaller = replace(found.sizes, layers=tuple(layers))
+        paths = [one.path for one in managed]
+        smaller = sizes_in([packed(bits)], holdings, found.sizes, paths)
         resident[gear] = _planned(model, smaller, memory, flags).resident
         if found.slots is not None and found.slot_sizes is not None:
             count = found.slot_sizes.within(found.slots.room, bits if stacks else 0)

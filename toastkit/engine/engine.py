@@ -26,6 +26,7 @@ from toastkit.engine.savepoints import longest, take_savepoint, undone_on_failur
 from toastkit.engine.state import Caches, ModelState
 from toastkit.holdings.forms import ORIGINAL, Form
 from toastkit.holdings.holdings import Holdings
+from toastkit.holdings.leaving import let_go
 from toastkit.holdings.policy import NO_WISH, PROMPT, Policy, Wish, decided
 from toastkit.holdings.streams import arrays_in
 from toastkit.model.supported import reads_on_host
@@ -143,9 +144,11 @@ class Engine:
         """Bring modules into the forms wanted of them, and notify the policies that decided so."""
         start = time.perf_counter()
         try:
-            made = self.holdings.change(self._wanted(paths)) or 0
+            wanted = self._wanted(paths)
+            let_go(self.holdings, wanted)
+            made = self.holdings.change(wanted) or 0
         except BaseException:
-            for policy in deciding:
+            for policy in self.policies:  # all, as what was to make room may have left
                 policy.failed()
             raise
         for policy in deciding:

@@ -61,7 +61,8 @@ def open_engine(
     if residency is not None and residency.on:
         from toastkit.residency.residency_policy import ResidencyPolicy
 
-        policies.append(ResidencyPolicy(residency, notify=notify))
+        steps = None if gears is None else gears.step_forms
+        policies.append(ResidencyPolicy(residency, notify=notify, steps=steps))
         if gears is not None and notify is not None:
             _warn_of_shifts(store, gears, notify)
     if native != "off" and expert_slots is None and not (residency is not None and residency.on):

@@ -84,6 +84,11 @@ class GearPolicy(Policy):
         bits = self.options.bits_of(gear)
         return ORIGINAL if bits is None else packed(bits, self.options.path == "fused")
 
+    def step_forms(self) -> tuple[list[str], set[Form]]:
+        """The managed matrices, and the forms that they may have in steps."""
+        fixed = self.options.fixed
+        return self.paths, {self.form_of(gear) for gear in ([fixed] if fixed else GEARS)}
+
     def expect(self, wish: Wish) -> Mapping[str, Form]:
         """The forms of the gear that is expected next (section 3.5)."""
         if wish.expected in (None, self.gear) or self.options.fixed is not None:

@@ -16,13 +16,13 @@ import mlx.nn as nn
 
 from toastkit.holdings.derived import derived
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
-from toastkit.holdings.packed import Kind, PathCounts, dense_bytes, packed_class
+from toastkit.holdings.packed import Kind, PathCounts, dense_bytes, is_fused, packed_class
 from toastkit.native.library import DIGITS, PAIRS, WIDE
 from toastkit.native.modules.products import NARROW
 from toastkit.native.replacing import narrow_keys, native, read_elsewhere
 from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import EMBEDDING, EXPERTS, GEARS, OUTSIDE, layer_owner
-from toastkit.store.precision import Rows, row_bytes
+from toastkit.store.precision import GEAR_OF, Rows, row_bytes
 from toastkit.store.skeleton import holds_experts, is_matrix
 from toastkit.store.store import Store
 
@@ -180,6 +180,15 @@ class Holding:
         kind = packed_class(self._class, self._attributes, rows, form, self.columns)
         return Parts(form, rows._asdict(), self._rest_of(arrays), GEARS, kind)
 
+    def is_fused(self, form: Form, scales: mx.Dtype) -> bool:
+        """See packed.is_fused."""
+        return is_fused(self._attributes, scales, form, self.columns)
+
+    def copy_bytes(self, size: int, dtype: mx.Dtype) -> int:
+        """Bytes of a dequantised copy, in the dtype of the activations. size: bytes of the matrix
+        in dtype."""
+        return size // dtype.size * (self._attributes.get("_wide") or dtype).size
+
     def in_slots(self, form: Form, rows: Sequence[int]) -> Parts:
         """The parts of form.slots slots, with some of the experts on the device in them, evaluated.
         rows: of the current stacks, which are whole or slots, by new slot; the slots after them are
@@ -274,6 +283,24 @@ class LoadedSizes:
         item = self._dtype_of(holding.weight.name).size
         rows = self.matrix_bytes(path) // (item * holding.columns)
         return rows * row_bytes(bits, holding.columns, item)
+
+    def form_bytes(self, path: str, form: Form) -> int:
+        """Bytes of a module's parameters in a form, without slots; with the dequantised copy of a
+        packed matrix that is multiplied from one."""
+        holding, size = self._modules[path], self.stack_bytes(path)
+        if form.kind != "packed" or holding.weight is None:
+            return size
+        matrix, dtype = self.matrix_bytes(path), self._dtype_of(holding.weight.name)
+        copy = 0 if holding.is_fused(form, dtype) else holding.copy_bytes(matrix, dtype)
+        return size - matrix + self.packed_bytes(path, form.bits) + copy
+
+    def reading_bytes(self, path: str, form: Form) -> int:
+        """Bytes of a module while it is brought in a form: a gear that was not baked is made from
+        the original."""
+        size = self.form_bytes(path, form)
+        gear = GEAR_OF.get(form.bits)
+        baked = gear is not None and self._store.baked(path, gear)
+        return size if form.kind != "packed" or baked else max(size, self.stack_bytes(path))
 
     def module_bytes(self, path: str) -> int:
         """Bytes of a module's parameters, or of its slots."""

@@ -11,7 +11,7 @@ everything as it was. Forms that it replaces are cached within a budget, evicted
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import groupby
@@ -59,8 +59,9 @@ class Holdings:
 
     store: opened, with the architecture; stays open. types: the dtypes that weights are loaded in.
     ledger: accounts for every byte; its lock is held during a change. budget: bytes on the device
-    for cached forms, which are not in use; None for all packed ones and no originals. notify:
-    called with a warning if weights seem to have been quantised before.
+    for cached forms, which are not in use; None for all packed ones and no originals. limit: bytes
+    for everything, and the modules that leave for that, see leaving.py. notify: called with a
+    warning if weights seem to have been quantised before.
 
     modules: by path, in layer order. counts: matmuls of packed modules, by path taken. loaded:
     sizes of modules on the device.
@@ -77,7 +78,8 @@ class Holdings:
         self.store = store
         self.types = types
         self.ledger = ledger
-        self.budget = budget
+        self.budget = self._most = budget
+        self.limit: tuple[int, Collection[str]] | None = None
         self.counts = PathCounts()
         self.modules = {holding.path: holding for holding in holdings_of(store)}
         if types.native:
@@ -168,8 +170,7 @@ class Holdings:
             yield
         finally:
             for holding in self.modules.values():
-                nothing = Parts(ABSENT, {}, {}, holding.owner)
-                holding.attach(nothing, self.counts, self._grown)
+                holding.attach(Parts(ABSENT, {}, {}, holding.owner), self.counts, self._grown)
 
     # ----------------------------------------------------------------------------------- changes
 
@@ -185,7 +186,7 @@ class Holdings:
             if not moves:
                 return None
             moves = self.slots.resize(moves, self._replace) if self.has_slots else moves
-            ready = self._ready(moves)
+            ready = self.ready(moves)
             made = self._make_all([move for move in moves if move not in ready])
             self._changes += 1
             for key, parts in {**ready, **made}.items():
@@ -211,7 +212,7 @@ class Holdings:
                 if (h := self.modules[path]).form != form and (h, form) not in self._kept
                 if form.whole
             ]
-            if not moves:
+            if not moves or self.limit and not self.budget:
                 return
             self._drop_prepared(keep=moves)
             self._weights.read_ahead([h for h, form in moves if form == ORIGINAL])
@@ -222,7 +223,7 @@ class Holdings:
             if missing and (self.budget is None or size <= self.budget - self.kept_bytes):
                 self._prepared.update(self._make_all(missing[: math.ceil(len(moves) * share)]))
 
-    def _ready(self, moves: list[Key]) -> dict[Key, Parts]:
+    def ready(self, moves: list[Key]) -> dict[Key, Parts]:
         """The moves whose parts are cached or prepared."""
         kept = {key: self._kept[key].parts for key in moves if key in self._kept}
         return {**kept, **{key: self._prepared[key] for key in moves if key in self._prepared}}
@@ -307,8 +308,7 @@ class Holdings:
         before = holding.attach(parts, self.counts, self._grown)
         if not form.whole or before.form.slots:
             self._release(holding, before)
-            for other in [key for key in self._kept if key[0] is holding]:
-                self._release(holding, self._kept.pop(other).parts)
+            self._drop([key for key in self._kept if key[0] is holding])
         elif before.matrix:
             self._kept[holding, before.form] = _Cached(before.with_rest({}), self._changes)
 
@@ -368,10 +368,16 @@ class Holdings:
         """Bytes of the cached forms."""
         return sum(kept.parts.matrix_bytes for kept in self._kept.values())
 
+    def keep(self, most: int) -> None:
+        """Let cached forms take that many bytes, or fewer if fewer were asked for."""
+        self.budget = most if self._most is None else min(most, self._most)
+        with self.ledger.lock:
+            self._shrink()
+
     def _shrink(self) -> None:
         """Evict cached forms down to the budget: those of the last change if they alone exceed it,
         then the least recently used; those of one change go together."""
-        never = (MAPPED, ORIGINAL) if self.budget is None else (MAPPED,)  # mapping again is free
+        never = (MAPPED, ORIGINAL) if self._most is None else (MAPPED,)  # mapping again is free
         self._drop([key for key in self._kept if key[1] in never])
         if self.budget is not None:
             last = [k for k, kept in self._kept.items() if kept.change == self._changes]

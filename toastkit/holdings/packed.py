@@ -111,6 +111,13 @@ def _bare(kind: Kind, parameters: Mapping[str, Any]) -> Any:
     return module
 
 
+def is_fused(attributes: Mapping[str, Any], scales: mx.Dtype, form: Form, columns: int) -> bool:
+    """True if a matrix is multiplied as it is packed in a form, False if from a dequantised copy.
+    attributes: of the original. scales: their dtype. columns: of the original."""
+    exact = fused_is_exact(attributes.get("_wide") or scales)
+    return form.fused and columns % 32 == 0 and exact
+
+
 def packed_class(
     cls: type, attributes: Mapping[str, Any], rows: Rows, form: Form, columns: int
 ) -> Kind:
@@ -119,8 +126,7 @@ def packed_class(
     cls, attributes: of the original, a class with `to_quantized`. rows: from quantise_rows, padded
     if columns, the original's, is no multiple of 32.
     """
-    fits = rows.weight.shape[-1] * 32 // form.bits == columns
-    fused = fits and form.fused and fused_is_exact(_activations(attributes, rows))
+    fused = is_fused(attributes, rows.scales.dtype, form, columns)
     base = original = Kind(cls, dict(attributes))
     if fused:
         # Never evaluated: only its class and settings are used.

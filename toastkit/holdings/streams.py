@@ -84,7 +84,7 @@ class Streams:
         for index in [i for i, r in self._readings.items() if r.moves != self._moves(i)]:
             self._readings.pop(index).cancel()
         loaded = self._holdings.loaded
-        sizes = [sum(loaded.module_bytes(h.path) for h in modules) for modules in parts.values()]
+        sizes = (sum(loaded.reading_bytes(h.path, h.form) for h in p) for p in parts.values())
         self._largest = max(sizes, default=0)
         if not parts:
             self._holdings.store.reader.ahead_bytes = AHEAD_BYTES

@@ -19,7 +19,7 @@ from toastkit.holdings.forms import ORIGINAL, Form
 from toastkit.holdings.holding import Holding, Parts
 from toastkit.store.ledger import EXPERTS
 from toastkit.store.precision import (
-    GEAR_BITS,
+    GEAR_OF,
     Rows,
     empty_rows,
     looks_quantised,
@@ -33,7 +33,6 @@ MAX_COPIED_BYTES = 64 << 10  # of a tensor that is copied from a mapped file
 WIDENED_BYTES = 2 << 20  # from which on tensors are widened while they are read
 SAMPLED_MODULES = 3  # checked for an earlier quantisation
 Move = tuple[Holding, Form]
-GEAR_OF = {bits: gear for gear, bits in GEAR_BITS.items()}
 
 
 class Reading(NamedTuple):

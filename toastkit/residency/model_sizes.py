@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 import mlx.core as mx
 
-from toastkit.holdings.forms import ABSENT
+from toastkit.holdings.forms import ABSENT, Form
 from toastkit.holdings.holdings import Holdings
 from toastkit.native.kv_caches import leaves, nbytes_of
-from toastkit.residency.sizing import Sizes
+from toastkit.residency.sizing import WINDOW, Sizes
 from toastkit.store.skeleton import MISFITS, cannot_run
 
 
@@ -40,6 +41,22 @@ def sizes_of(holdings: Holdings) -> Sizes:
         else:
             outside += size
     return Sizes(outside, tuple(layers), *_cache_bytes(holdings))
+
+
+def sizes_in(
+    forms: Collection[Form], holdings: Holdings, sizes: Sizes, paths: Iterable[str]
+) -> Sizes:
+    """The sizes with some matrices in whichever of the forms takes most. What a layer takes beyond
+    that while it is packed counts as outside of layers, since any of them may be in the window."""
+    loaded, layer_of = holdings.loaded, streamable(holdings)
+    layers, reading = list(sizes.layers), list(sizes.layers)
+    for path in paths:
+        if path in layer_of:
+            size = loaded.module_bytes(path)
+            layers[layer_of[path]] += max(loaded.form_bytes(path, f) for f in forms) - size
+            reading[layer_of[path]] += max(loaded.reading_bytes(path, f) for f in forms) - size
+    more = min(WINDOW, len(layers)) * (max(reading, default=0) - max(layers, default=0))
+    return replace(sizes, outside=sizes.outside + more, layers=tuple(layers))
 
 
 def cache_holds(holdings: Holdings, resident: Collection[int], available: int) -> bool:

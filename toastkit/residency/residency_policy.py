@@ -13,14 +13,15 @@ from toastkit.errors import UsageError
 from toastkit.holdings.forms import Form
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import Policy, Wish
-from toastkit.holdings.pressure import Checks, Pressure
+from toastkit.holdings.pressure import LOW, Checks, Pressure
 from toastkit.residency.memory import available_memory
-from toastkit.residency.model_sizes import cache_holds, sizes_of, streamable
+from toastkit.residency.model_sizes import cache_holds, sizes_in, sizes_of, streamable
 from toastkit.residency.placement import placed
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.residency.sizing import (
     USUAL_CONTEXT,
     WINDOW,
+    Sizes,
     adaptive,
     cache_reserve,
     first_count,
@@ -35,8 +36,9 @@ class ResidencyPolicy(Policy):
     """Keeps some layers resident and streams the others. See holdings.policy.Policy.
 
     available(): bytes of memory available to this process. notify: called with a warning when
-    caches outgrow a budget. resident: the resident layers, as last applied. shed, grown: layers
-    given up and taken back, in total.
+    caches outgrow a budget. steps(): matrices that another policy gives forms of its own in steps,
+    but not in prefill, and those forms. resident: the resident layers, as last applied. shed,
+    grown: layers given up and taken back, in total, but for those that a change of forms takes.
     """
 
     name = "residency"
@@ -49,6 +51,7 @@ class ResidencyPolicy(Policy):
         options: ResidencyOptions,
         available: Callable[[], int] = available_memory,
         notify: Callable[[str], None] | None = None,
+        steps: Callable[[], tuple[list[str], set[Form]]] | None = None,
     ):
         self.options = options
         self.paths: list[str] = []
@@ -59,6 +62,8 @@ class ResidencyPolicy(Policy):
         self._warned = self._anew = False
         self._checks = Checks()
         self._loaded = False
+        self._steps, self._in_steps, self._forms_change = steps, False, False
+        self._step_sizes: Sizes | None = None
         self._before: dict[str, float] = {}
 
     def attach(self, holdings: Holdings) -> None:
@@ -68,8 +73,18 @@ class ResidencyPolicy(Policy):
         self.paths = list(self._layer_of)
         self.sizes = sizes_of(holdings)
         self._pressure = Pressure(self.layers)
+        if self._steps is not None and self.options.kind in ("bytes", "auto"):
+            paths, forms = self._steps()
+            in_steps = sizes_in(forms, holdings, self.sizes, paths)
+            self._step_sizes = in_steps if in_steps != self.sizes else None
         if self.options.kind == "bytes":
             self._check_budget()
+            holdings.limit = int(self.options.amount), self._layer_of
+
+    @property
+    def _now(self) -> Sizes:
+        """The sizes in the forms of the next pass."""
+        return self._step_sizes if self._in_steps and self._step_sizes else self.sizes
 
     @property
     def layers(self) -> int:
@@ -79,7 +94,7 @@ class ResidencyPolicy(Policy):
     @property
     def least(self) -> int:
         """Bytes of the smallest budget, with the initial size of caches."""
-        return least_budget(self.sizes)
+        return max(map(least_budget, filter(None, (self.sizes, self._step_sizes))))
 
     def _check_budget(self) -> None:
         if self.options.amount < self.least:
@@ -96,14 +111,18 @@ class ResidencyPolicy(Policy):
     def decide(self, wish: Wish) -> bool:
         """True if the resident layers change."""
         before, anew = self._wanted, self._anew
-        self._anew = False
+        self._anew = self._forms_change = False
+        if self.options.kind == "auto":
+            self._holdings.limit = None  # but for a change of all forms
         if before is None:  # the model is to be loaded
             self._wanted = placed(self._first_count(), range(self.layers), self.options.placement)
             self._choose_cache(self._wanted)
         elif self._warned:
             self._warned = False
             self._pressure.emergency(len(before))
-            self._wanted = frozenset()
+            self._wanted, self._in_steps = frozenset(), not wish.prompt
+        elif self._step_sizes is not None and self._in_steps == wish.prompt:
+            self._wanted = self._layers_after_shift(len(before))
         elif self.options.kind == "auto" and self._checks.due():
             self._wanted = self._layers_for(self._adapted_count(len(before)))
         elif self.options.kind == "bytes":
@@ -111,7 +130,20 @@ class ResidencyPolicy(Policy):
             if anew:  # a longer context may have taken some
                 count = max(count, self._first_count())
             self._wanted = self._layers_for(count)
-        return self._wanted != self.resident or not self._loaded
+        return self._wanted != self.resident or not self._loaded or self._forms_change
+
+    def _layers_after_shift(self, count: int) -> frozenset[int]:
+        """The layers to stay as steps follow prefill, or the reverse, in forms of other sizes.
+        count: of those that stay now; no more, if memory has been short in this run."""
+        self._in_steps, self._forms_change = not self._in_steps, True
+        if self.options.kind == "auto":
+            room = self._available() + self._holdings.ledger.total() - LOW
+            self._holdings.limit = room, self._layer_of
+        most = self.layers if self._pressure.ceiling == self.layers else count
+        fits = min(self._first_count(), most)
+        if fits >= count:
+            return self._layers_for(fits)
+        return placed(fits, range(self.layers), self.options.placement)
 
     def _first_count(self) -> int:
         """How many layers are resident to begin with (equations 1 and 2)."""
@@ -123,10 +155,11 @@ class ResidencyPolicy(Policy):
         placement = self.options.placement
         reserve = cache_reserve(self.sizes, self.options.priority, self._context)
         given = kind == "bytes"
-        if given and self._loaded:
-            reserve = max(reserve, self._caches)
         memory = int(amount) if given else self._available()
-        return first_count(self.sizes, memory, given, reserve, placement)
+        if self._loaded:
+            reserve = max(reserve, self._caches)
+            memory += 0 if given else self._holdings.ledger.total()
+        return first_count(self._now, memory, given, reserve, placement)
 
     @property
     def _caches(self) -> int:
@@ -145,17 +178,18 @@ class ResidencyPolicy(Policy):
         reserve = max(reserve, self._caches)
         # Without this model, what it has on the device would be available too.
         room = now + self._holdings.ledger.total()
-        fitting = adaptive(self.sizes, room, reserve, self.options.placement)
+        fitting = adaptive(self._now, room, reserve, self.options.placement)
         return self._pressure.update(now, count, fitting)
 
     def _within_budget(self, stay: Sequence[int]) -> int:
         """How many of the resident layers still fit, as caches have grown. Sets the rest of the
-        budget as memory for reading ahead."""
-        count, caches = len(stay), self._caches
-        room = self.options.amount - self.sizes.outside
-        window = 0 if count == self.layers else WINDOW * max(self.sizes.layers)
-        while count and sum(self.sizes.layers[i] for i in stay[:count]) > room - window - caches:
-            window = WINDOW * max(self.sizes.layers)
+        budget as memory for reading ahead, or, if all layers stay, for forms that are not in
+        use."""
+        count, caches, sizes = len(stay), self._caches, self._now
+        room = self.options.amount - sizes.outside
+        window = 0 if count == self.layers else WINDOW * max(sizes.layers)
+        while count and sum(sizes.layers[i] for i in stay[:count]) > room - window - caches:
+            window = WINDOW * max(sizes.layers)
             count -= 1
         if not count and room < window + caches and self._notify is not None:
             self._notify(
@@ -164,8 +198,11 @@ class ResidencyPolicy(Policy):
             )
             self._notify = None
         reserve = cache_reserve(self.sizes, self.options.priority, self._context)
-        kept = window + max(reserve, caches) + sum(self.sizes.layers[i] for i in stay[:count])
-        self._holdings.streams.spare_bytes = max(0, int(room - kept))
+        kept = window + max(reserve, caches) + sum(sizes.layers[i] for i in stay[:count])
+        spare = max(0, int(room - kept))
+        self._holdings.streams.spare_bytes = spare
+        # Caches may grow in the pass that follows.
+        self._holdings.keep(max(0, spare - reserve) if count == self.layers else 0)
         return count
 
     def _layers_for(self, count: int) -> frozenset[int]:
@@ -185,12 +222,13 @@ class ResidencyPolicy(Policy):
     def changed(self, seconds: float, made: int) -> None:
         """Called when the wanted layers are resident."""
         assert self._wanted is not None  # `decide` has set it
-        self.shed += len(self.resident - self._wanted)
-        self.grown += len(self._wanted - self.resident) if self._loaded else 0
+        if self._loaded and not self._forms_change:
+            self.shed += len(self.resident - self._wanted)
+            self.grown += len(self._wanted - self.resident)
         self.resident, self._loaded = self._wanted, True
         # With a number of layers, memory use should be about what the user expects; if memory is
         # watched, reading ahead is unlimited; with a budget it gets the rest of that.
-        spare = SPARE_LAYERS * max(self.sizes.layers)
+        spare = SPARE_LAYERS * max(self._now.layers)
         self._holdings.streams.spare_bytes = None if self.options.kind == "auto" else spare
         if self.options.kind == "bytes":
             self._within_budget(sorted(self.resident))
@@ -202,7 +240,11 @@ class ResidencyPolicy(Policy):
         self._store.keeps_cached = cache_holds(self._holdings, resident, self._available())
 
     def failed(self) -> None:
-        """Called when the layers could not be changed: the same ones stay resident."""
+        """Called when the layers could not be changed: the same ones stay resident, but for those
+        that had left to make room, and so do the forms."""
+        self._in_steps ^= self._forms_change
+        if self._loaded:
+            self.resident = self.resident.difference(self._holdings.streams.layers)
         self._wanted = self.resident if self._loaded else None
 
     def memory_warning(self) -> None:

@@ -21,6 +21,7 @@ from toastkit.errors import DataError
 
 GROUP_SIZES = (128, 64, 32)  # supported by MLX; larger groups repeat the scale less often
 GEAR_BITS = {"low": 4, "mid": 8}
+GEAR_OF = {bits: gear for gear, bits in GEAR_BITS.items()}
 LARGEST = {2: 1, 4: 7, 6: 31, 8: 127}  # bits -> qmax
 FLOOR, HALF_FLOOR = 1e-8, 1e-4  # of the scale; float16 has no smaller normal numbers to spare
 # The sample of looks_quantised, and its threshold: float weights have at least 0.92 of the expected
