@@ -243,15 +243,10 @@ def _bake_output(files, flags: dict[str, Any]) -> Path:
             raise UsageError(f"{said}, not {given[:200]!r}")
     else:
         stem = files.name.rstrip("/").rpartition("/")[2].removesuffix(SUFFIX)
-        if not OWN_NAME.fullmatch(stem):
-            raise UsageError(
-                f"-m would not find a model called {stem[:200]!r}", hint="give -o FILE"
-            )
-        if stem == "crumb":
-            raise UsageError(
-                "-m would not find a model called 'crumb': that is the embedded one",
-                hint="give -o FILE",
-            )
+        why = ": that is the embedded one" if stem == "crumb" else ""
+        if why or not OWN_NAME.fullmatch(stem):
+            said = f"-m would not find a model called {stem[:200]!r}{why}"
+            raise UsageError(said, hint="give -o FILE")
         out = models_home() / f"{stem}{SUFFIX}"
         with reported_as(f"cannot create {out.parent}", creating=True):
             make_private_directories(out.parent)

@@ -66,7 +66,8 @@ def detach(log: str) -> Starter | int:
     read, write = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    with reported_as("cannot go into the background"):
+    doing = "cannot go into the background"
+    with reported_as(doing):
         child = os.fork()
     if child:
         os.close(write)
@@ -78,9 +79,8 @@ def detach(log: str) -> Starter | int:
             os._exit(0)
         _detach_from_shell(errors, write)
     except BaseException as error:
-        doing = "cannot go into the background"
-        told = from_os_error(error, doing) if isinstance(error, OSError) else None
-        Starter(write).failed(told or ToastError(f"{doing}: {error}"))
+        told = ToastError(f"{doing}: {error}")
+        Starter(write).failed(from_os_error(error, doing) if isinstance(error, OSError) else told)
         os._exit(70)
     return Starter(FIRST_FREE)
 

@@ -35,9 +35,10 @@ MIN_SLICE, FIRST_SLICE = 16, 32  # tokens
 
 
 class Service:
-    """A loaded model and its conversations. finished(conversation): called when one is over.
-    attached: runs of other processes with their state here, see attached.py. stepper: takes the
-    steps. rate: prefill tokens per second, as last measured, or None."""
+    """A loaded model and its conversations. finished(conversation): called when one is over, and
+    failures are told; None: whoever asks looks at the conversation, and tells. attached: runs of
+    other processes with their state here, see attached.py. stepper: takes the steps. rate: prefill
+    tokens per second, as last measured, or None."""
 
     def __init__(
         self,

@@ -16,7 +16,14 @@ import mlx.nn as nn
 
 from toastkit.holdings.derived import derived
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form
-from toastkit.holdings.packed import Kind, PathCounts, dense_bytes, is_fused, packed_class
+from toastkit.holdings.packed import (
+    Kind,
+    PathCounts,
+    activations,
+    dense_bytes,
+    is_fused,
+    packed_class,
+)
 from toastkit.native.library import DIGITS, PAIRS, WIDE
 from toastkit.native.modules.products import NARROW
 from toastkit.native.replacing import narrow_keys, native, read_elsewhere
@@ -180,14 +187,12 @@ class Holding:
         kind = packed_class(self._class, self._attributes, rows, form, self.columns)
         return Parts(form, rows._asdict(), self._rest_of(arrays), GEARS, kind)
 
-    def is_fused(self, form: Form, scales: mx.Dtype) -> bool:
-        """See packed.is_fused."""
-        return is_fused(self._attributes, scales, form, self.columns)
-
-    def copy_bytes(self, size: int, dtype: mx.Dtype) -> int:
-        """Bytes of a dequantised copy, in the dtype of the activations. size: bytes of the matrix
-        in dtype."""
-        return size // dtype.size * (self._attributes.get("_wide") or dtype).size
+    def copy_bytes(self, form: Form, size: int, dtype: mx.Dtype) -> int:
+        """Bytes of the dequantised copy of the matrix packed in a form, 0 if it needs none. size:
+        bytes of the matrix in dtype."""
+        if is_fused(self._attributes, dtype, form, self.columns):
+            return 0
+        return size // dtype.size * activations(self._attributes, dtype).size
 
     def in_slots(self, form: Form, rows: Sequence[int]) -> Parts:
         """The parts of form.slots slots, with some of the experts on the device in them, evaluated.
@@ -291,7 +296,7 @@ class LoadedSizes:
         if form.kind != "packed" or holding.weight is None:
             return size
         matrix, dtype = self.matrix_bytes(path), self._dtype_of(holding.weight.name)
-        copy = 0 if holding.is_fused(form, dtype) else holding.copy_bytes(matrix, dtype)
+        copy = holding.copy_bytes(form, matrix, dtype)
         return size - matrix + self.packed_bytes(path, form.bits) + copy
 
     def reading_bytes(self, path: str, form: Form) -> int:

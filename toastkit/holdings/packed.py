@@ -93,14 +93,14 @@ class _Packed:
         rows = Rows(*(own[name] for name in Rows._fields))
         weight = dequantise_rows(rows, self.packed_bits, self._columns)
         rest = {name: value for name, value in own.items() if name not in Rows._fields}
-        dtype = _activations(self._original.attributes, rows)
+        dtype = activations(self._original.attributes, rows.scales.dtype)
         return _bare(self._original, {**rest, "weight": weight.astype(dtype)})
 
 
-def _activations(attributes: Mapping[str, Any], rows: Rows) -> mx.Dtype:
+def activations(attributes: Mapping[str, Any], scales: mx.Dtype) -> mx.Dtype:
     """The dtype of the activations of a packed matrix: that of its scales, unless native matmuls
     keep these in 16 bits. attributes: of the original."""
-    return attributes.get("_wide") or rows.scales.dtype
+    return attributes.get("_wide") or scales
 
 
 def _bare(kind: Kind, parameters: Mapping[str, Any]) -> Any:
@@ -114,8 +114,7 @@ def _bare(kind: Kind, parameters: Mapping[str, Any]) -> Any:
 def is_fused(attributes: Mapping[str, Any], scales: mx.Dtype, form: Form, columns: int) -> bool:
     """True if a matrix is multiplied as it is packed in a form, False if from a dequantised copy.
     attributes: of the original. scales: their dtype. columns: of the original."""
-    exact = fused_is_exact(attributes.get("_wide") or scales)
-    return form.fused and columns % 32 == 0 and exact
+    return form.fused and columns % 32 == 0 and fused_is_exact(activations(attributes, scales))
 
 
 def packed_class(

@@ -20,6 +20,7 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from toastkit.errors import DataError
 from toastkit.text import library
 from toastkit.text.emoji import EmojiKeeper
 
@@ -55,9 +56,12 @@ class StreamingDetokenizer:
 
     def add(self, token_id: int) -> str:
         """Return the text that is now certain, possibly "". Raises DataError for an unknown id."""
-        if 0 <= token_id < self._padded and not self._tokenizer.has(token_id):
-            return ""
-        token = self._tokenizer.token(token_id)
+        try:
+            token = self._tokenizer.token(token_id)
+        except DataError:
+            if 0 <= token_id < self._padded:
+                return ""
+            raise
         if token in self._hidden:
             return ""
         return self._emoji.add(self._chain.add(token_id, token))

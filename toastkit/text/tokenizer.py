@@ -183,10 +183,6 @@ class Tokenizer:
             lambda: self._vocabulary.whole().decode(ids, skip_special_tokens=not keep_special),
         )
 
-    def has(self, token_id: int) -> bool:
-        """Return whether an id in 0..2**32 - 1 is in the vocabulary."""
-        return self._vocabulary.token(token_id) is not None
-
     def token(self, token_id: int) -> str:
         """Return a token as the vocabulary spells it. Raises DataError for an id that is not in
         it."""
