@@ -21,7 +21,7 @@ from tests.oracle.old_names import old_names
 from tests.oracle.weights import prompt, weight
 from toastkit.errors import DataError
 from toastkit.model.locate import locate
-from toastkit.model.supported import TEXT_ONLY, supported
+from toastkit.model.supported import COMPARED, TESTED, TEXT_ONLY, supported
 
 if OLD_MLX_LM:
     pytest.skip("what is recorded holds for a newer mlx_lm", allow_module_level=True)
@@ -111,6 +111,12 @@ def test_each_is_recorded_or_left_out_for_a_reason() -> None:
     types = {CASES.get(name, (name,))[0] for name in NAMES} - set(LEFT_OUT)
     assert types <= there and set(LEFT_OUT) <= there
     assert set(TEXT_ONLY) <= {*types, "qwen3_5_moe_text"}
+
+
+def test_what_is_said_to_be_compared_is() -> None:
+    agreeing = [name for name in NAMES if name not in REFUSED and name not in CAUTIONED]
+    types = {recorded(name)["config"]["model_type"] for name in agreeing}
+    assert list(COMPARED) == sorted(types - set(TESTED))
 
 
 @pytest.mark.parametrize("name", NAMES)

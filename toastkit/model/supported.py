@@ -20,6 +20,17 @@ TESTED = (
     "falcon_h1", "gemma3_text", "gpt_oss", "llama", "mamba2", "mixtral", "olmoe", "phi3", "qwen2",
     "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
+# Besides, those of which a small checkpoint gives what transformers gives: tests/oracle.
+COMPARED = (
+    "afmoe", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1",
+    "ernie4_5", "exaone4", "exaone_moe", "falcon_mamba", "gemma2", "gemma3", "gemma4",
+    "gemma4_text", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gptj", "granite",
+    "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "internlm3", "iquestcoder",
+    "laguna", "lfm2", "lfm2_moe", "llava", "mamba", "mellum", "minicpm3", "minimax_m2",
+    "ministral3", "mistral", "mistral3", "nemotron", "nemotron_h", "olmo2", "olmo3", "phi",
+    "phimoe", "qwen3_5_text", "qwen3_vl", "recurrent_gemma", "seed_oss", "smollm3", "solar_open",
+    "stablelm",
+)  # fmt: skip
 
 # In mlx_lm but unsupported here, by the name of the file in mlx_lm/models; the reason ends a
 # message. A run over all of mlx_lm 0.32 with small random weights found these: whole prompts
@@ -60,8 +71,8 @@ TABLES = ("MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING")
 
 class Support(NamedTuple):
     """A model type, as config.json names it. module: its file in mlx_lm/models. status: "tested",
-    "expected" (nothing is known against it) or "unsupported". note: why, or what else to know; may
-    be empty."""
+    "compared", "expected" (nothing is known against it) or "unsupported". note: why, or what else
+    to know; may be empty."""
 
     model_type: str
     module: str
@@ -162,8 +173,15 @@ def _support(model_type: str, module: str, condition: str, source: str) -> Suppo
     if model_type in NO_WINDOW:
         notes.append("looks back without a sliding window")
     notes += [table[module] for table in (NOTES, CAUTIONS) if module in table]
-    status = "tested" if model_type in TESTED and not condition else "expected"
-    return Support(model_type, module, status, "; ".join(notes))
+    return Support(model_type, module, _status(model_type, condition), "; ".join(notes))
+
+
+def _status(model_type: str, condition: str) -> str:
+    if condition:
+        return "expected"
+    if model_type in TESTED:
+        return "tested"
+    return "compared" if model_type in COMPARED else "expected"
 
 
 def _source(path: Path) -> str:
