@@ -20,7 +20,7 @@ from toastkit.errors import ToastError
 if TYPE_CHECKING:
     from toastkit.daemon.connection import Connection
 
-UNSENT_LIMIT = 1 << 20  # bytes
+UNSENT_LIMIT = 16 << 20  # bytes: some 500,000 tokens as text, 3,000 with their 100 alternatives
 SEND_BYTES = 1 << 18  # per send(2)
 _FLAGS = getattr(socket, "MSG_DONTWAIT", 0) | getattr(socket, "MSG_NOSIGNAL", 0)
 
