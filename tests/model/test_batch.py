@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,9 @@ from tests.model.published import NAMES, write_published
 from tests.model.reference import OLD_MLX_LM
 from toastkit.engine.batch import Batch, can_batch
 from toastkit.engine.opening import open_engine
+from toastkit.engine.savepoints import copy_caches
 from toastkit.engine.state import ModelState
+from toastkit.holdings.streams import arrays_in
 from toastkit.model.locate import locate
 from toastkit.store.ledger import CACHE
 
@@ -225,7 +228,23 @@ def test_the_same_conversation_three_times(batched: Made) -> None:
     steps(batch, pairs[::2], 2, 100)
 
 
-@pytest.mark.parametrize("made", KINDS, indirect=True)
+def test_who_leaves_holds_no_rows_of_others(batched: Made) -> None:
+    """mlx_lm's slice of a recurrent state would keep those of the whole batch in memory."""
+    ready = Pair(batched.engine, 3).alone
+    gc.collect()  # engines of other tests
+    before, kept = mx.get_active_memory(), []
+    for _ in range(3):
+        states = [ModelState(copy_caches(ready.cache), list(ready.tokens)) for _ in range(32)]
+        batch = Batch(batched.engine)
+        batch.join(states)
+        batch.leave(states)
+        kept += arrays_in(states[0].cache)
+    del states, batch
+    spared = 1 << 14  # bytes that mx.contiguous does not copy an array for
+    own = sum(array.nbytes for array in kept)
+    assert 0 < mx.get_active_memory() - before < own + spared * len(kept)
+
+
 def test_some_rows_are_run_again(batched: Made) -> None:
     """With other tokens: those rows are as if the first pass had not been, the other one stays."""
     engine = batched.engine

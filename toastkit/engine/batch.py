@@ -161,8 +161,11 @@ def _write_back(layer: Any, own: Any, rows: mx.array) -> None:
 
 
 def _extract_row(layer: Any, row: int) -> Any:
-    """Extract one state's cache from a batch's."""
+    """Extract one state's cache from a batch's, which it does not hold on to."""
     own = layer.extract(row)
+    for leaf in leaves([own]):
+        if hasattr(leaf, "cache"):  # mlx_lm slices recurrent states: a view of all rows
+            leaf.cache = [None if a is None else mx.contiguous(a) for a in leaf.cache]
     if getattr(own, "lengths", None) is not None or getattr(own, "left_padding", None) is not None:
         own.lengths = own.left_padding = None  # they describe the batch
     return own
