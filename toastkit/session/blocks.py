@@ -165,9 +165,7 @@ def store_layer(
     last commit and of this one. Rows are kept only if there is one per token, so that shared tokens
     mean shared rows. Raises OSError."""
     layer = Layer(source.kind, dict(source.settings))
-    if old is not None and (
-        old.kind != layer.kind or _fixed_settings(old) != _fixed_settings(layer)
-    ):
+    if old is not None and not (layer.same_class(old) and layer.start == old.start):
         old = None
     offsets = (old.settings.get("offset") if old else None, layer.settings.get("offset"))
     keep = max(shared - layer.start, 0) if offsets == counts else 0
@@ -178,11 +176,6 @@ def store_layer(
         former = old.parts[index] if old and index < len(old.parts) else None
         layer.parts.append(store_layer(fd, space, part, former, shared, counts))
     return layer
-
-
-def _fixed_settings(layer: Layer) -> dict[str, int]:
-    """The settings that do not change with the tokens."""
-    return {k: v for k, v in layer.settings.items() if k not in ("offset", "idx")}
 
 
 @dataclass(slots=True)

@@ -39,11 +39,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Arrays = dict[str, mx.array]
 Settings = dict[str, int]
 ATTRIBUTES = {"idx": "_idx"}  # settings whose attribute has another name
-# Settings that a fresh cache has too and that must agree.
-FIXED = {
-    "QuantizedKVCache": ("group_size", "bits"), "ChunkedKVCache": ("chunk_size",),
-    "RotatingKVCache": ("keep", "max_size"), "ArraysCache": ("size",),
-}  # fmt: skip
 
 
 def _get_state(kind: str, cache: Any) -> tuple[Settings, Arrays]:
@@ -189,9 +184,9 @@ def _fill_one(cache: Any, layer: Layer, load: Stored, in_place: dict[int, mx.arr
             _fill_one(part, stored, load, in_place)
         return
     fresh, _ = _get_state(kind, cache)
-    for name in FIXED.get(kind, ()):
-        if fresh[name] != layer.settings[name]:
-            raise Damaged(f"{name} is {layer.settings[name]}, the model's {fresh[name]}")
+    for name, value in layer.fixed.items():
+        if fresh[name] != value:
+            raise Damaged(f"{name} is {value}, the model's {fresh[name]}")
     rows = layer.settings["offset"] - layer.start if KINDS[kind].grows else 1
     arrays = {}
     for tensor in layer.tensors if rows else ():

@@ -30,7 +30,7 @@ from toastkit.session.layout import (
     SavepointRecord,
     TokenRecord,
 )
-from toastkit.session.savepoints import ALWAYS_TRIMMABLE, Savepoint, can_trim, same_class
+from toastkit.session.savepoints import ALWAYS_TRIMMABLE, Savepoint, can_trim
 from toastkit.session.upkeep import CACHE_FILE, LOGITS_FILE, TOKENS_FILE
 
 MAX_SLICES = 64
@@ -209,7 +209,7 @@ def _plan(given: LayerSource | None, held: Part, end: Layer, count: int, n: int)
         before = held if isinstance(held, list) else None
         parts = _plan_all(given.parts if given else None, before, end.parts, count, n)
         return parts if any(part is not None for part in parts) else None
-    if isinstance(held, Layer) and same_class(held, end):
+    if isinstance(held, Layer) and held.same_class(end):
         return held
     always = end.kind in ALWAYS_TRIMMABLE and can_trim(end, count, n)
     return None if always else given

@@ -21,6 +21,7 @@ ITEM_BYTES = {
     "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "int8": 1, "int16": 2, "int32": 4,
     "int64": 8,
 }  # fmt: skip
+MOVING = ("offset", "idx", "start_position")  # settings that change with the tokens
 
 
 class Damaged(ValueError):
@@ -108,6 +109,15 @@ class Layer:
     def start(self) -> int:
         """Position of row 0: how much a ChunkedKVCache has dropped from the front."""
         return self.settings.get("start_position", 0)
+
+    @property
+    def fixed(self) -> dict[str, int]:
+        """The settings that do not change with the tokens."""
+        return {name: n for name, n in self.settings.items() if name not in MOVING}
+
+    def same_class(self, other: Layer) -> bool:
+        """True if both are of one class, with equal fixed settings."""
+        return self.kind == other.kind and self.fixed == other.fixed
 
 
 # What a savepoint holds of a layer. None: nothing, the layer can be cut back from the end. A list:

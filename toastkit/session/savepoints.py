@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # not needed by a state without a session
 
 # Classes that can always be cut back.
 ALWAYS_TRIMMABLE = ("KVCache", "ConcatenateKVCache", "QuantizedKVCache")
-MOVING = ("offset", "idx", "start_position")  # settings that change with the tokens
 
 
 class Savepoint(NamedTuple):
@@ -130,10 +129,3 @@ def stored_layers(header: Header, n: int) -> list[tuple[int, list[Layer | None]]
             held = [layer if part is not None else None for part, layer in pairs]
             found.append((point.count, held))
     return found
-
-
-def same_class(a: Layer, b: Layer) -> bool:
-    """True if two layers are of one class, with equal settings (except those that change with the
-    tokens)."""
-    fixed = [{k: v for k, v in x.settings.items() if k not in MOVING} for x in (a, b)]
-    return a.kind == b.kind and fixed[0] == fixed[1]
