@@ -46,7 +46,7 @@ from toastkit.model.config import load_config
 from toastkit.model.locate import for_stream, locate
 from toastkit.sampling.host import HostSampler
 from toastkit.sampling.sampling_options import SamplingOptions
-from toastkit.session.feed import FeedReader, FeedWriter
+from toastkit.session.feed import FeedReader
 from toastkit.session.names import resolve, sessions_root
 from toastkit.session.ring import RingWriter
 from toastkit.session.run import RunDirectory, feed_of, ring_of
@@ -104,7 +104,7 @@ class Frames:
         self.prompts = PromptTokenizer(files, load_config(files), PromptOptions(), self.text)
         self.engine = load(open_unloaded(files, FLAGS), FLAGS)
         self.open = contextlib.ExitStack()
-        soon = patch.object(FeedWriter.__init__, "__defaults__", (0.01,))  # no decode will come
+        soon = patch("toastkit.session.feed.OPEN_SECONDS", 0.01)  # no decode will come
         self.open.enter_context(soon)
         self.streams = [[msgpack.unpackb(dumps(frame)) for frame in s] for s in self.written()]
         self.kept = Path("kept")

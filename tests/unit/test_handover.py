@@ -14,7 +14,7 @@ from processes import start
 
 from toastkit.errors import BusyError, DataError, UnavailableError
 from toastkit.session.directory import Session
-from toastkit.session.handover import HandoverClient, HandoverServer, decline
+from toastkit.session.handover import ASK, HandoverClient, HandoverServer, decline
 from toastkit.session.lock import WriterLock
 from toastkit.session.run import RunDirectory
 
@@ -30,7 +30,7 @@ run, session = Path(sys.argv[1]), Path(sys.argv[2])
 client = HandoverClient(run, session)
 print("connected", flush=True)
 sys.stdin.readline()
-lock = client.receive(5)
+lock = client.receive()
 with Session.adopt(session, None, lock) as state:
     print("holds", state.n_past, flush=True)
     sys.stdin.readline()
@@ -73,9 +73,8 @@ def test_the_lock_passes_without_a_gap(tmp_path: Path):
     try:
         client = start_client(run, path)
         assert client.stdout.readline() == "connected\n"
-        assert server.offer(0.05) is False and session.lock.held  # connected, but has not asked
-        tell(client)
-        assert server.offer(5) is True
+        threading.Timer(0.05, tell, [client]).start()
+        assert server.offer(0.01) is True  # connected, but has not asked yet
         assert not session.lock.held
         session.close()
         assert client.stdout.readline() == "holds 3\n"
@@ -154,21 +153,24 @@ def test_an_offer_ends_when_the_reader_of_stdout_goes(tmp_path: Path):
     session, run, server = begin(tmp_path / "session")
     reading, writing = os.pipe()
     threading.Timer(0.02, os.close, [reading]).start()
-    assert server.offer(None, watch_fd=writing) is False and session.lock.held
+    assert server.offer(30, watch_fd=writing) is False and session.lock.held
     server.close()
     os.close(writing)
 
 
-def test_a_client_that_gives_up_and_a_server_that_dies(tmp_path: Path):
+def test_a_client_that_gives_up_and_a_server_that_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path = tmp_path / "session"
     session = Session.open(path, MODEL)
     run = RunDirectory.create(path)
+    monkeypatch.setattr("toastkit.session.handover.CONNECT_SECONDS", 0.01)
     with pytest.raises(UnavailableError):
-        HandoverClient(run.path, path, wait_seconds=0.01)
+        HandoverClient(run.path, path)
     server = HandoverServer(run.path, session.lock)
     client = HandoverClient(run.path, path)
-    with pytest.raises(UnavailableError, match="in time"):
-        client.receive(0.01)
+    client._socket.sendall(ASK)
+    client.close()
     assert server.offer(0.01) is False and session.lock.held
     with pytest.raises(BusyError):
         WriterLock.acquire(path)
@@ -176,7 +178,7 @@ def test_a_client_that_gives_up_and_a_server_that_dies(tmp_path: Path):
     timer = threading.Timer(0.02, server.close)
     timer.start()
     with pytest.raises(UnavailableError):
-        client.receive(5)
+        client.receive()
     timer.join()
     assert not (run.path / "handover").exists()
 

@@ -237,11 +237,12 @@ def test_one_sampler_feeds_two_decodes(tmp_path: Path):
     assert readers[1].read_available() == [FeedMessage(1, 6)]
 
 
-def test_feed_without_a_reader(run: RunDirectory, tmp_path: Path):
+def test_feed_without_a_reader(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("toastkit.session.feed.OPEN_SECONDS", 0.02)
     with pytest.raises(NoInputError, match="no decode is reading"):
-        FeedWriter(feed_of(run.path), wait_seconds=0.02)
+        FeedWriter(feed_of(run.path))
     with pytest.raises(NoInputError):
-        FeedWriter(tmp_path / "nothing", wait_seconds=0)
+        FeedWriter(tmp_path / "nothing")
     with pytest.raises(NoInputError):
         FeedReader(tmp_path / "nothing")
     (tmp_path / "file").touch()

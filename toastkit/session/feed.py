@@ -100,17 +100,13 @@ def _message(fields: Any) -> FeedMessage:
 class FeedWriter:
     """The writing end: one FIFO, or several if one sampler feeds several decodes.
 
-    Waits up to wait_seconds for each FIFO to exist and have a reader. Raises NoInputError if that
-    does not happen, DataError if the file is no FIFO.
+    Waits up to OPEN_SECONDS for them to exist and have readers. Raises NoInputError if that does
+    not happen, DataError if the file is no FIFO.
     """
 
-    def __init__(
-        self,
-        paths: Path | str | Iterable[Path | str],
-        wait_seconds: float = OPEN_SECONDS,
-    ):
+    def __init__(self, paths: Path | str | Iterable[Path | str]):
         self._fds: list[int] = []
-        deadline = time.monotonic() + wait_seconds
+        deadline = time.monotonic() + OPEN_SECONDS
         try:
             for path in [paths] if isinstance(paths, (str, Path)) else paths:
                 self._fds.append(_wait_for_reader(path, deadline))

@@ -76,22 +76,17 @@ class HandoverServer:
             ) from error
         self._listener.setblocking(False)
 
-    def offer(
-        self,
-        timeout_seconds: float | None,
-        watch_fd: int | None = None,
-        until_asked: bool = False,
-    ) -> bool:
+    def offer(self, timeout_seconds: float, watch_fd: int | None = None) -> bool:
         """Wait for a client that asks and give it the lock; this process's descriptor is then
         closed.
 
-        Returns False on timeout (None: no limit), or if the reader of watch_fd, a pipe such as
-        stdout, has gone or wants nothing; the lock is then still held here. until_asked: no limit
-        for a client that has connected: it may be loading a large model before it asks.
+        Returns False on timeout, or if the reader of watch_fd, a pipe such as stdout, has gone or
+        wants nothing; the lock is then still held here. A client that has connected is waited for
+        without a limit: it may be loading a large model before it asks.
         """
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + timeout_seconds
         while True:
-            limit = None if until_asked and self._waiting else deadline
+            limit = None if self._waiting else deadline
             ready = _poll([self._listener, *self._waiting], watch_fd, limit)
             if ready is None:
                 return False
@@ -188,15 +183,13 @@ def decline(run_path: Path | str) -> None:
 
 
 class HandoverClient:
-    """Connect to a run's prefill. Raises UnavailableError if nobody listens within wait_seconds.
+    """Connect to a run's prefill. Raises UnavailableError if nobody listens for CONNECT_SECONDS.
     session_path: the session whose lock is to come."""
 
-    def __init__(
-        self, run_path: Path | str, session_path: Path, wait_seconds: float = CONNECT_SECONDS
-    ):
+    def __init__(self, run_path: Path | str, session_path: Path):
         self._session_path = Path(session_path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        deadline = time.monotonic() + wait_seconds
+        deadline = time.monotonic() + CONNECT_SECONDS
         while True:
             try:
                 with _address(Path(run_path), HANDOVER_FILE) as address:
@@ -208,16 +201,12 @@ class HandoverClient:
                     raise _unreachable(error) from error
             time.sleep(RETRY_SECONDS)
 
-    def receive(self, timeout_seconds: float | None = None) -> WriterLock:
-        """Ask for the lock and wait for it. Raises UnavailableError on timeout, or if prefill has
-        ended without handing it over; the connection is then closed."""
-        self._socket.settimeout(timeout_seconds)
+    def receive(self) -> WriterLock:
+        """Ask for the lock and wait for it. Raises UnavailableError if prefill has ended without
+        handing it over; the connection is then closed."""
         try:
             self._socket.sendall(ASK)
             data, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
-        except TimeoutError:
-            self.close()
-            raise UnavailableError("prefill did not hand over the session in time") from None
         except OSError as error:
             self.close()
             raise _unreachable(error) from error

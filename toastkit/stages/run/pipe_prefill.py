@@ -83,7 +83,7 @@ class PrefillEnd(SessionRuns):
         """Hand the state to decode, which may be busy with an earlier run for as long as that
         lasts, or not have read of this one yet. A reader that has read everything and does not come
         for the state, or declines it, is no decode."""
-        while not server.offer(HANDOVER_SECONDS, 1, until_asked=True):
+        while not server.offer(HANDOVER_SECONDS, 1):
             busy = any(not earlier.wait_done(0) for _, earlier in self._handed)
             if server.unwanted or reader_gone() or not (busy or unread_bytes()):
                 return False
