@@ -31,7 +31,7 @@ from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.answer import AnswerOptions, answer
 from toastkit.stages.follow import Follower, GearRules
 from toastkit.stages.run.one_process import LocalRuns
-from toastkit.stages.run.settings import Outcome, StepOptions
+from toastkit.stages.run.settings import Outcome
 from toastkit.stages.sample import DrawOptions
 from toastkit.text.tokenizer import Tokenizer
 
@@ -85,7 +85,7 @@ def _parts(vocab: int, count: int) -> dict[str, Callable[[], float]]:
     meter, selector = EntropyMeter(vocab), GearSelector(vocab)
     entropies = [meter.bits(one) for one in logits]
     follower = Follower(GearRules(calibrated=False))
-    follower.begin(Head("random", "0" * 64, vocab, []))
+    follower.learn(Head("random", "0" * 64, vocab, []))
     positions = count_up()
 
     def annotate(n: int) -> None:
@@ -148,7 +148,7 @@ def _answer(
     deferred: bool,
 ) -> float:
     """Seconds a token of an answer, but for its first tokens: the case before was another model."""
-    draw = DrawOptions(SamplingOptions(), 0, StepOptions(max_tokens=count), ignore_eos=True)
+    draw = DrawOptions(SamplingOptions(), max_tokens=count, ignore_eos=True)
     head = Head(engine.files.name, fingerprint(engine.files), engine.vocab, [])
     frames = answer(
         [head, Tokens(pack_ids(ids))], tokenizer, lambda _: engine,
