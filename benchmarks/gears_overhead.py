@@ -29,7 +29,7 @@ from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.answer import AnswerOptions, answer
-from toastkit.stages.follow import Follower, GearRules
+from toastkit.stages.follow import Follower, GearRules, GearSettings
 from toastkit.stages.run.one_process import LocalRuns
 from toastkit.stages.run.settings import Outcome
 from toastkit.stages.sample import DrawOptions
@@ -117,9 +117,11 @@ def _decodes(name: str, model: str, prompt: str, rounds: int, tokens: int) -> No
     shifting = open_engine(files, gear_options=GearOptions("high", "all"))
     rows = []
     for drawn, deferred in (("on the device", True), ("on the host", False)):
-        run = partial(_answer, tokenizer=tokenizer, ids=ids, count=tokens, deferred=deferred)
-        off, told = AnswerOptions(), AnswerOptions(telemetry=True)
-        held = AnswerOptions(follow=True, rules=GearRules(calibrated=False))
+        run = partial(_answer, tokenizer=tokenizer, ids=ids, deferred=deferred)
+        draw = DrawOptions(SamplingOptions(), max_tokens=tokens, ignore_eos=True)
+        off, told = AnswerOptions(draw), AnswerOptions(draw, telemetry=True)
+        gears = GearSettings(GearOptions("auto"), GearRules(calibrated=False))
+        held = AnswerOptions(draw, gears=gears)
         cases: dict[str, Callable[[], float]] = {
             PLAIN: partial(run, plain, off),
             "entropy told": partial(run, plain, told),
@@ -144,15 +146,13 @@ def _answer(
     options: AnswerOptions,
     tokenizer: Tokenizer,
     ids: list[int],
-    count: int,
     deferred: bool,
 ) -> float:
     """Seconds a token of an answer, but for its first tokens: the case before was another model."""
-    draw = DrawOptions(SamplingOptions(), max_tokens=count, ignore_eos=True)
     head = Head(engine.files.name, fingerprint(engine.files), engine.vocab, [])
     frames = answer(
         [head, Tokens(pack_ids(ids))], tokenizer, lambda _: engine,
-        LocalRuns(None, Interrupt(), deferred=deferred), options._replace(draw=draw),
+        LocalRuns(None, Interrupt(), deferred=deferred), options,
         Interrupt(), Outcome(),
     )  # fmt: skip
     marks = [time.perf_counter() for frame in frames if isinstance(frame, Token)]

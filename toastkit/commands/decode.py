@@ -182,13 +182,7 @@ def _stages(wanted, tokenizer, flags, chain, engine, here, signals, outcome):
     from toastkit.commands.progress import read_options
     from toastkit.descriptors import reader_gone
     from toastkit.engine import device
-    from toastkit.stages.answer import (
-        AnswerOptions,
-        answer,
-        draws_on_device,
-        gear_answer_options,
-        xtc_special_ids,
-    )
+    from toastkit.stages.answer import AnswerOptions, answer, draws_on_device
     from toastkit.stages.detokenize import TextOptions
     from toastkit.stages.run.one_process import LocalRuns
     from toastkit.stages.sample import DrawOptions
@@ -202,8 +196,7 @@ def _stages(wanted, tokenizer, flags, chain, engine, here, signals, outcome):
         ),
         text=TextOptions(flags["stop"], flags["keep_special"], flags["echo"]),
         telemetry=flags["as_json"],
-        **gear_answer_options(gear_flags.gear_settings(flags)),
-        xtc_special_ids=xtc_special_ids(chain, tokenizer.tokenizer),
+        gears=gear_flags.gear_settings(flags),
     )
     # The logits of a daemon are on the host.
     deferred = here and draws_on_device(device.start(flags["device"]), settings, experts)

@@ -17,13 +17,7 @@ from toastkit.engine.savepoints import copy_caches
 from toastkit.errors import ToastError
 from toastkit.frames import End, Frame, Prefilled, Text, Token, Tokens, pack_ids
 from toastkit.interrupts import Interrupt
-from toastkit.stages.answer import (
-    AnswerOptions,
-    answer,
-    draws_on_device,
-    gear_answer_options,
-    xtc_special_ids,
-)
+from toastkit.stages.answer import AnswerOptions, answer, draws_on_device
 from toastkit.stages.detokenize import TextOptions
 from toastkit.stages.run.protocol import Pause
 from toastkit.stages.run.settings import Outcome, ReadOptions
@@ -89,8 +83,7 @@ class Conversation:
             draw=DrawOptions(sampling, wanted.top, most, wanted.ignore_eos, wanted.tokens),
             text=TextOptions(wanted.stop, wanted.keep_special),
             telemetry=wanted.tokens,
-            **gear_answer_options(self._gears),
-            xtc_special_ids=xtc_special_ids(sampling, self._service.preparer.tokenizer),
+            gears=self._gears,
         )
 
     # ---------------------------------------------------------------------------------- its course

@@ -23,38 +23,30 @@ from toastkit.threads import in_background
 if TYPE_CHECKING:
     from toastkit.experts.experts_options import ExpertsOptions
     from toastkit.sampling.host import HostSampler
-    from toastkit.stages.follow import GearRules, GearSettings
+    from toastkit.stages.follow import GearSettings
 
 
 class AnswerOptions(NamedTuple):
-    """Settings of each stage. telemetry: token frames carry the entropy. follow: the model shifts
-    gears by entropy, according to `rules`. fixed: the gear that it runs in instead, None for none.
-    xtc_special_ids: tokens that XTC never removes."""
+    """Settings of each stage. gears: of the model, None if it has none. telemetry: token frames
+    carry the entropy."""
 
+    draw: DrawOptions
     read: ReadOptions = ReadOptions()
     step: StepOptions = StepOptions()
-    draw: DrawOptions | None = None
     text: TextOptions = TextOptions()
-    rules: GearRules | None = None
+    gears: GearSettings | None = None
     telemetry: bool = False
-    follow: bool = False
-    fixed: str | None = None
-    xtc_special_ids: tuple[int, ...] = ()
 
-
-def gear_answer_options(gears: GearSettings | None) -> dict[str, Any]:
-    """The fields of AnswerOptions set by gears."""
-    if gears is None:
-        return {}
-    follow = gears.options.mode == "auto"
-    return {"rules": gears.rules, "follow": follow, "fixed": gears.options.fixed}
+    @property
+    def follow(self) -> bool:
+        """True if the model shifts gears by entropy."""
+        return self.gears is not None and self.gears.options.mode == "auto"
 
 
 def draws_on_device(device: str, options: AnswerOptions, experts: ExpertsOptions | None) -> bool:
     """True if tokens should be sampled where the logits are. A GPU computes while the host
     continues. A CPU does not, and numpy samples and takes the entropy faster on it, except for the
     plain argmax with nothing else wanted of a step. device: "cpu" or "gpu"."""
-    assert options.draw is not None
     waits = experts is not None and experts.threshold is not None
     plain = options.draw.sampling.temperature == 0
     return device == "gpu" or (plain and not (options.telemetry or options.follow or waits))
@@ -87,7 +79,7 @@ def answer(
             decode, engine_for=engine_for, runs=runs,
             options=options.step, interrupt=interrupt,
         ),
-        *_sampling(options, runs),
+        *_sampling(options, runs, tokenizer),
         partial(
             detokenize, tokenizer_for=lambda head: tokenizer,
             options=options.text, feed=runs.feed, outcome=outcome,
@@ -127,11 +119,10 @@ class _LateSampler:
         return self._sampler.describe(*arguments)
 
 
-def _sampling(options: AnswerOptions, runs: LocalRuns) -> list[Stage]:
+def _sampling(options: AnswerOptions, runs: LocalRuns, tokenizer: Tokenizer) -> list[Stage]:
     """The stages between logits and tokens: on the device, or with numpy."""
-    assert options.draw is not None
-    draw = options.draw
-
+    draw, gears = options.draw, options.gears
+    special = xtc_special_ids(draw.sampling, tokenizer)
     new_sampler: Any
     if runs.deferred:
         from toastkit.engine.device_sampler import DeviceSampler as new_sampler
@@ -139,23 +130,23 @@ def _sampling(options: AnswerOptions, runs: LocalRuns) -> list[Stage]:
         new_sampler = partial(_LateSampler, in_background(_host_sampler, "numpy"))
 
     def sampler_for(head: Head) -> tuple[Any, DrawOptions]:
-        return new_sampler(draw.sampling, head.vocab, options.xtc_special_ids), draw
+        return new_sampler(draw.sampling, head.vocab, special), draw
 
     shared: dict[str, Any] = {"sampler_for": sampler_for, "feed": runs.feed}
     drawing: Stage = partial(sample_deferred if runs.deferred else sample, **shared)
-    if not options.follow and not options.telemetry and options.fixed is None:
+    if gears is None and not options.telemetry:
         return [drawing]
     from toastkit.stages import gear
 
-    if options.follow:
-        assert options.rules is not None
+    if gears is not None and options.follow:
         if not runs.deferred:
-            return [partial(gear.gear, rules=options.rules), drawing]
-        follower = gear.Follower(options.rules)
+            return [partial(gear.gear, rules=gears.rules), drawing]
+        follower = gear.Follower(gears.rules)
         following = partial(gear.followed, follower=follower)
         drawing = partial(sample_deferred, **shared, follower=follower)
         return [gear.entropy_on_device, following, drawing]
     stages = [drawing]
     if options.telemetry:
         stages = [gear.entropy_on_device if runs.deferred else gear.measured, drawing]
-    return stages if options.fixed is None else [*stages, partial(gear.in_gear, gear=options.fixed)]
+    fixed = None if gears is None else gears.options.fixed
+    return stages if fixed is None else [*stages, partial(gear.in_gear, gear=fixed)]
