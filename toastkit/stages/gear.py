@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from toastkit.frames import Frame, Head, Logits, Token
+from toastkit.frames import Frame, Logits, Token
 from toastkit.stages.follow import Follower, GearRules
 from toastkit.stages.streams import ends_run, whole_runs, with_logits
 
@@ -18,13 +18,10 @@ def gear(frames: Iterable[Frame], rules: GearRules) -> Iterator[Frame]:
 
     follower, reader = Follower(rules), LogitsReader()
     hint = "toast-entropy-gear goes before toast-sample"
-    for frame in with_logits(whole_runs(frames, ends_run), hint):
+    whole = with_logits(whole_runs(frames, ends_run), hint)
+    for frame in followed(reader.listen(whole), follower):
         if isinstance(frame, Logits):
             follower.annotate(frame, reader.entropy(frame.logits))
-        else:
-            follower.learn(frame)
-            if isinstance(frame, Head):
-                reader.begin(frame)
         yield frame
 
 
@@ -37,11 +34,11 @@ def followed(frames: Iterable[Frame], follower: Follower) -> Iterator[Frame]:
 
 def entropy_on_device(frames: Iterable[Frame]) -> Iterator[Frame]:
     """Add the entropy of each step to its graph, unevaluated (003, section 3.6)."""
-    from toastkit.gears.entropy_graph import entropy_bits as device_entropy
+    from toastkit.gears.entropy_graph import entropy_bits
 
     for frame in frames:
         if isinstance(frame, Logits):
-            frame.entropy = device_entropy(frame.logits)
+            frame.entropy = entropy_bits(frame.logits)
         yield frame
 
 
@@ -50,10 +47,8 @@ def measured(frames: Iterable[Frame]) -> Iterator[Frame]:
     from toastkit.stages.arrays import LogitsReader
 
     reader = LogitsReader()
-    for frame in frames:
-        if isinstance(frame, Head):
-            reader.begin(frame)
-        elif isinstance(frame, Logits):
+    for frame in reader.listen(frames):
+        if isinstance(frame, Logits):
             frame.entropy = round(reader.entropy(frame.logits), 6)
         yield frame
 
