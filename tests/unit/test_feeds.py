@@ -68,10 +68,13 @@ def test_feed_tokens_sends_and_passes_on(run: Path, reader: FeedReader) -> None:
 
 
 def test_bare_ids() -> None:
-    assert [t.id for t in bare_ids(io.BytesIO(b"1 22\n\n333"))] == [1, 22, 333]
-    for bad in (b"1\n-2\n", b"1\nx\n", b"1\n4294967296\n", b"1\n\xff\n", "1\n²\n".encode()):
-        with pytest.raises(DataError, match="^cannot read line 2: "):
-            list(bare_ids(io.BytesIO(bad)))
+    """Neither thousands of digits nor zeros before the first are more than a number."""
+    given = io.BytesIO(b"1 22\n\n333 0 007 4294967295")
+    assert list(bare_ids(given)) == [Token(-1, n) for n in (1, 22, 333, 0, 7, 4294967295)]
+    wrong = (b"-2", b"x", b"\xff", "²".encode(), "\u0663".encode(), b"4294967296", b"9" * 5000)
+    for word in (*wrong, b"1" + b"0" * 5000):
+        with pytest.raises(DataError, match="^cannot read line 2: .* is not a token id"):
+            list(bare_ids(io.BytesIO(b"1\n" + word)))
 
 
 OVER = FeedMessage(None, None, None, True)

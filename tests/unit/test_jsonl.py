@@ -299,16 +299,6 @@ def test_a_line_without_an_end_is_refused(read) -> None:
     assert source.given < 100 << 20
 
 
-def test_ids_of_any_length() -> None:
-    """Neither thousands of digits nor zeros before the first are more than a number."""
-    assert list(bare_ids(io.BytesIO(b"0 007 4294967295"))) == [
-        Token(-1, 0), Token(-1, 7), Token(-1, 4294967295)
-    ]  # fmt: skip
-    for word in (b"4294967296", b"9" * 5000, b"1" + b"0" * 5000, "\u0663".encode(), b"-1", b"x"):
-        with pytest.raises(DataError, match="line 2: .* is not a token id"):
-            list(bare_ids(io.BytesIO(b"1\n" + word)))
-
-
 def test_lines_come_whole_from_any_pieces() -> None:
     class Pieces:
         def __init__(self, *pieces: bytes):
