@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgpack
+import pytest
 
 from toastkit.session.blocks import LayerSource, TensorSource
 from toastkit.session.directory import Session
@@ -108,6 +113,47 @@ def commit(
     savepoints: Sequence[Savepoint] = (),
 ) -> None:
     session.commit_layers(tokens, sources or [growing(tokens)], logits_of(tokens), savepoints)
+
+
+def body_of(path: Path) -> dict:
+    """What the header of a session says."""
+    return msgpack.unpackb(msgpack.unpackb((path / "session.msgpack").read_bytes())["body"])
+
+
+def put_body(path: Path, body: dict) -> None:
+    """Has it say something else, with the checksum of that."""
+    data = msgpack.packb(body)
+    envelope = {"toastkit": "session", "schema": 1, "crc": zlib.crc32(data), "body": data}
+    (path / "session.msgpack").write_bytes(msgpack.packb(envelope))
+
+
+class Counted:
+    """What is written and synced while it is in force. bytes: given to pwrite. syncs: fsyncs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.bytes = self.syncs = 0
+        write, sync = os.pwrite, os.fsync
+
+        def pwrite(fd: int, data, offset: int) -> int:
+            self.bytes += memoryview(data).nbytes
+            return write(fd, data, offset)
+
+        def fsync(fd: int) -> None:
+            self.syncs += 1
+            sync(fd)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    def take(self) -> int:
+        """The bytes since the last time."""
+        count, self.bytes = self.bytes, 0
+        return count
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
 
 
 def rows_of(session: Session, n: int) -> list[bytes]:

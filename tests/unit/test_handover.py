@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import threading
 from contextlib import suppress
@@ -87,12 +86,11 @@ def test_the_lock_passes_without_a_gap(tmp_path: Path):
         thief.join()
     tell(client)
     assert server.wait_done(5) is True
-    assert client.wait(5) == 0
+    client.communicate()
+    assert client.returncode == 0
     server.close()
     with Session.open(path, MODEL) as again:
         assert again.tokens == [1, 2, 3, 9]
-    client.stdin.close()
-    client.stdout.close()
 
 
 def test_a_client_that_dies_leaves_the_lock_here(tmp_path: Path):
@@ -100,21 +98,18 @@ def test_a_client_that_dies_leaves_the_lock_here(tmp_path: Path):
     session, run, server = begin(path, 1)
     first = start_client(run, path)
     assert first.stdout.readline() == "connected\n"
-    first.send_signal(signal.SIGKILL)
-    first.wait()
+    first.kill()
+    first.communicate()
     assert server.offer(0.05) is False and session.lock.held
     second = start_client(run, path)
     tell(second)
     assert server.offer(5) is True
     assert second.stdout.readline() == "connected\n" and second.stdout.readline() == "holds 1\n"
-    second.send_signal(signal.SIGKILL)
+    second.kill()
     assert server.wait_done(5) is True
-    second.wait()
+    second.communicate()
     session.close()
     WriterLock.acquire(path).release()
-    for client in (first, second):
-        client.stdin.close()
-        client.stdout.close()
 
 
 def decline_from(stdin: int, run: RunDirectory) -> None:

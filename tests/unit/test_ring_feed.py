@@ -161,9 +161,7 @@ def test_ring_while_it_is_written(tmp_path: Path):
             whole += 1
     finally:
         child.kill()
-        child.wait()
-        child.stdin.close()
-        child.stdout.close()
+        child.communicate()
     assert whole and stale
 
 

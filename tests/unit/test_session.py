@@ -13,8 +13,10 @@ import pytest
 from session_states import (
     MODEL,
     ROW_BYTES,
+    Counted,
     at,
     commit,
+    counted,
     expected_rows,
     growing,
     hybrid,
@@ -40,6 +42,8 @@ from toastkit.session.layout import Layer
 from toastkit.session.lock import WriterLock
 from toastkit.session.run import RunDirectory
 from toastkit.session.savepoints import can_trim
+
+__all__ = ["counted"]
 
 # ---------------------------------------------------------------------------------------- names
 
@@ -120,39 +124,23 @@ def test_which_layers_can_be_cut():
     assert not can_trim(both, 9, 3) and can_trim(both, 9, 9)
 
 
-def written_bytes(monkeypatch: pytest.MonkeyPatch, action) -> int:
-    total = 0
-    real = os.pwrite
-
-    def counted(fd: int, data, offset: int) -> int:
-        nonlocal total
-        total += memoryview(data).nbytes
-        return real(fd, data, offset)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", counted)
-        action()
-    return total
-
-
-def test_one_more_token_writes_no_more_than_a_block(
-    state_home: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_one_more_token_writes_no_more_than_a_block(state_home: Path, counted: Counted):
     tokens = list(range(2000))
     with Session.open(names.resolve("one"), MODEL) as session:
-        first = written_bytes(monkeypatch, lambda: commit(session, tokens))
-        assert first > 2 * 2000 * ROW_BYTES
-        second = written_bytes(monkeypatch, lambda: commit(session, [*tokens, 7]))
-        assert second < 2 * 256 * ROW_BYTES
+        commit(session, tokens)
+        assert counted.take() > 2 * 2000 * ROW_BYTES
+        commit(session, [*tokens, 7])
+        assert counted.take() < 2 * 256 * ROW_BYTES
     with Session.open(names.resolve("one"), MODEL) as session:
         assert session.reusable([*tokens, 7, 8, 9]) == 2001
         assert rows_of(session, 2001) == [expected_rows([*tokens, 7])] * 2
-        third = written_bytes(monkeypatch, lambda: commit(session, [*tokens, 7, 8]))
-        assert third < 2 * 256 * ROW_BYTES
+        counted.take()
+        commit(session, [*tokens, 7, 8])
+        assert counted.take() < 2 * 256 * ROW_BYTES
     with Session.open(names.resolve("one"), MODEL) as session:
         # Nothing was restored: rows on disk cannot be taken for the caller's.
-        fourth = written_bytes(monkeypatch, lambda: commit(session, [*tokens, 7, 8, 9]))
-        assert fourth > 2 * 2000 * ROW_BYTES
+        commit(session, [*tokens, 7, 8, 9])
+        assert counted.take() > 2 * 2000 * ROW_BYTES
 
 
 def test_committed_bytes_are_never_overwritten(state_home: Path):

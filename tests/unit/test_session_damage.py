@@ -20,12 +20,14 @@ from hypothesis import strategies as st
 from session_states import (
     MODEL,
     at,
+    body_of,
     commit,
     expected_rows,
     growing,
     hybrid,
     listed,
     logits_of,
+    put_body,
     recurrent,
     rows_of,
     sliding,
@@ -113,9 +115,7 @@ def test_header_with_another_value(saved: Path, target: int, by):
     header = saved / "session.msgpack"
     good = header.read_bytes()
     try:
-        envelope = msgpack.unpackb(good)
-        body = msgpack.packb(replaced(msgpack.unpackb(envelope["body"]), [], target, by))
-        header.write_bytes(msgpack.packb({**envelope, "body": body, "crc": zlib.crc32(body)}))
+        put_body(saved, replaced(body_of(saved), [], target, by))
         opens_or_is_refused(saved)
     finally:
         header.write_bytes(good)
@@ -126,13 +126,10 @@ def test_ranges_that_overlap(state_home: Path):
     path = names.resolve("one")
     with Session.open(path, MODEL) as session:
         commit(session, [1] * 300)
-    header = path / "session.msgpack"
-    envelope = msgpack.unpackb(header.read_bytes())
-    body = msgpack.unpackb(envelope["body"])
+    body = body_of(path)
     keys, values = body["layers"][0]["tensors"]
     values["ranges"][0] = keys["ranges"][0]
-    data = msgpack.packb(body)
-    header.write_bytes(msgpack.packb({**envelope, "body": data, "crc": zlib.crc32(data)}))
+    put_body(path, body)
     with pytest.raises(DataError, match="two ranges overlap"):
         Session.open(path, MODEL)
 

@@ -6,25 +6,26 @@ The states are those of session_states.py: every byte follows from the tokens th
 from __future__ import annotations
 
 import functools
-import os
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import msgpack
 import pytest
 from session_states import (
     MODEL,
     ROW_BYTES,
     WINDOW,
+    Counted,
     at,
+    body_of,
     commit,
+    counted,
     expected_rows,
     growing,
     hybrid,
     listed,
     nested,
     plain,
+    put_body,
     recurrent,
     rows_of,
     sliding,
@@ -36,6 +37,7 @@ from toastkit.errors import DataError
 from toastkit.session.directory import Session
 from toastkit.session.savepoints import Savepoint
 
+__all__ = ["counted"]
 TOKENS = list(range(300))
 
 
@@ -47,45 +49,6 @@ def path(tmp_path: Path) -> Path:
 def save(path: Path, make: Callable, *counts: int, tokens: list[int] = TOKENS) -> None:
     with Session.open(path, MODEL, durable=False) as session:
         commit(session, tokens, *make(tokens), savepoints=at(make, tokens, *counts))
-
-
-def body_of(path: Path) -> dict:
-    return msgpack.unpackb(msgpack.unpackb((path / "session.msgpack").read_bytes())["body"])
-
-
-def put_body(path: Path, body: dict) -> None:
-    data = msgpack.packb(body)
-    envelope = {"toastkit": "session", "schema": 1, "crc": zlib.crc32(data), "body": data}
-    (path / "session.msgpack").write_bytes(msgpack.packb(envelope))
-
-
-class Counted:
-    """What is written and synced while it is in force. bytes: given to pwrite. syncs: fsyncs."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.bytes = self.syncs = 0
-        write, sync = os.pwrite, os.fsync
-
-        def pwrite(fd: int, data, offset: int) -> int:
-            self.bytes += memoryview(data).nbytes
-            return write(fd, data, offset)
-
-        def fsync(fd: int) -> None:
-            self.syncs += 1
-            sync(fd)
-
-        monkeypatch.setattr(os, "pwrite", pwrite)
-        monkeypatch.setattr(os, "fsync", fsync)
-
-    def take(self) -> int:
-        """The bytes since the last time."""
-        count, self.bytes = self.bytes, 0
-        return count
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    return Counted(monkeypatch)
 
 
 # ------------------------------------------------------------------------------- what may be reused
