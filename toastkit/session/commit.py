@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -277,21 +277,3 @@ def trim_file(fd: int, end: int) -> None:
     size = os.fstat(fd).st_size
     if size > 2 * end + SLACK_BYTES and held_until(fd, end, size - end) is None:
         os.ftruncate(fd, end)
-
-
-def damage(header: Header, size_of: Callable[[str], int]) -> str | None:
-    """What the header promises and the data files lack, or None. size_of: a file's size in bytes by
-    name, 0 if it does not exist. Raises OSError."""
-    logits_end = header.logits.offset + 4 * header.logits.count if header.logits else 0
-    ends = {
-        TOKENS_FILE: 4 * max((first + n for first, n in header.tokens.slices), default=0),
-        LOGITS_FILE: logits_end,
-        CACHE_FILE: max(
-            (r.offset + r.length for t in header.all_tensors() for r in t.ranges), default=0
-        ),
-    }
-    for name, end in ends.items():
-        size = size_of(name)
-        if size < end:
-            return f"{name} has {size} bytes where its header says {end}"
-    return None

@@ -3,7 +3,7 @@
 The fields are described in layout.py. A header that passes here is self-consistent: every range is
 aligned, has the length that dtype and shape imply, and overlaps no other; every layer has the
 settings and arrays of its class; savepoints ascend and have the layers of the end. The sizes of the
-data files are checked by commit.damage.
+data files are checked in reading.py.
 """
 
 from __future__ import annotations

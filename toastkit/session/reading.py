@@ -13,7 +13,6 @@ from toastkit.errors import DataError, from_os_error
 from toastkit.frames import unpack_ids
 from toastkit.private_files import DataFiles
 from toastkit.session.blocks import Stored
-from toastkit.session.commit import damage
 from toastkit.session.header import MAX_HEADER_BYTES, decode_header
 from toastkit.session.layout import Damaged, Header, NewerSchema
 from toastkit.session.lock import WriterLock
@@ -102,7 +101,7 @@ class LastCommit:
                 f"({header.fingerprint[:12]}, not {self._expected[:12]})",
                 hint="give the model it was made with, or another --session",
             )
-        problem = damage(header, self._files.size)
+        problem = _damage(header, self._files.size)
         if problem:
             raise Damaged(problem)
         tokens = self._checked(TOKENS_FILE, header.tokens.slices, header.tokens.crc)
@@ -166,3 +165,21 @@ class LastCommit:
                 return  # created, but not yet committed to
             raise gone(self.path) from None
         self.header, self.tokens, self._stale = header, tokens, False
+
+
+def _damage(header: Header, size_of: Callable[[str], int]) -> str | None:
+    """What the header promises and the data files lack, or None. size_of: a file's size in bytes by
+    name, 0 if it does not exist. Raises OSError."""
+    logits_end = header.logits.offset + 4 * header.logits.count if header.logits else 0
+    ends = {
+        TOKENS_FILE: 4 * max((first + n for first, n in header.tokens.slices), default=0),
+        LOGITS_FILE: logits_end,
+        CACHE_FILE: max(
+            (r.offset + r.length for t in header.all_tensors() for r in t.ranges), default=0
+        ),
+    }
+    for name, end in ends.items():
+        size = size_of(name)
+        if size < end:
+            return f"{name} has {size} bytes where its header says {end}"
+    return None
