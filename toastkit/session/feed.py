@@ -68,16 +68,13 @@ class FeedReader(Descriptor):
                 return messages
 
     def _decode(self, data: bytes) -> list[FeedMessage]:
-        messages = []
         try:
             self._unpacker.feed(data)
-            for fields in self._unpacker:
-                messages.append(_message(fields))
+            return [_message(fields) for fields in self._unpacker]
         except DataError:
             raise
         except Exception as error:  # msgpack raises ValueError, StackError, UnicodeDecodeError, ...
             raise DataError("cannot read the feed: not msgpack") from error
-        return messages
 
 
 def _message(fields: Any) -> FeedMessage:
