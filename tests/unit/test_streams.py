@@ -304,11 +304,11 @@ SHARP = from_numpy(np.array([500, 0, 0, 0, 0, 0], np.float32))
 BITS = math.log2(VOCAB)
 
 
-def rules(window: int = 2, duration: int = 1, **settings) -> GearRules:
+def rules(window: int = 2, **settings) -> GearRules:
     """Thresholds that no entropy of FLAT and SHARP comes near: mid is from 1 to 2 bits, and there
     is no catastrophe but two FLAT in a row."""
     monitor = MonitorOptions(window, low=1, high=2, hysteresis=0, scale_to_vocab=False)
-    return GearRules(SelectorOptions(monitor, duration), calibrated=False, **settings)
+    return GearRules(SelectorOptions(monitor, 1), calibrated=False, **settings)
 
 
 def steps(*logits) -> list:
@@ -329,16 +329,6 @@ def test_every_step_is_annotated() -> None:
         assert all(f.reason for f in part)
     assert [f.logits for f in frames[1:4]] == [FLAT, SHARP, SHARP]
     assert frames[4] == End("stop", 3)
-
-
-def test_a_gear_is_held_and_catastrophe_waits_for_nothing() -> None:
-    def gears_of(duration: int, *logits) -> list[str]:
-        frames = gear([head(), *steps(*logits)], rules(duration=duration))
-        return [f.gear for f in frames if type(f) is Logits]
-
-    logits = (FLAT, SHARP, SHARP, SHARP, SHARP, FLAT, FLAT)
-    assert gears_of(1, *logits) == ["high", "mid", *["low"] * 3, "mid", "high"]
-    assert gears_of(4, *logits) == [*["high"] * 4, "low", "low", "high"]
 
 
 def test_a_run_begins_in_the_gear_that_its_prompt_asks_for() -> None:
