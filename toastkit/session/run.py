@@ -44,8 +44,7 @@ class RunDirectory(Descriptor):
         runs = session_path / RUNS_DIRECTORY
         try:
             make_private_directories(runs)
-            os.close(open_directory(runs))  # not a symbolic link
-            sweep(session_path)
+            sweep(session_path)  # and see that it is no symbolic link
             path = runs / os.urandom(6).hex()
             os.mkdir(path, 0o700)
             try:
