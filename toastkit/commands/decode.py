@@ -103,7 +103,7 @@ def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
         own = GreedyFeed()
     elif flags["force"] is not None:
         own = ForcedFeed(None if flags["force"] == "-" else forced_ids(flags["force"]))
-    settings = StepOptions(flags["max_tokens"], flags["steps"], flags["inline"])
+    settings = StepOptions(flags["max_tokens"], flags["steps"])
     follower = None
     if flags["gear"] == "auto":
         from toastkit.stages.gear import Follower, followed
@@ -113,7 +113,7 @@ def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
 
     def build(frames, signals):
         engines.heed(signals)
-        runs = DecodeEnd(signals, own, settings.inline or own is not None, follower)
+        runs = DecodeEnd(signals, own, flags["inline"] or own is not None, follower)
         if follower is not None:
             frames = followed(frames, follower)
         if isinstance(own, ForcedFeed):

@@ -24,11 +24,10 @@ class ReadOptions(NamedTuple):
 
 class StepOptions(NamedTuple):
     """How far to decode. max_tokens: sampled tokens, None for as many as the context holds. steps:
-    logits frames, None for no limit. inline: logits travel in the stream itself."""
+    logits frames, None for no limit."""
 
     max_tokens: int | None = None
     steps: int | None = None
-    inline: bool = False
 
 
 @dataclass
