@@ -145,8 +145,10 @@ def test_what_a_topk_list_leaves_out_is_impossible() -> None:
     logits = from_json(line).logits
     assert (logits.dtype, logits.shape) == ("float32", (4,))
     assert np.frombuffer(logits.data, "<f4").tolist() == [-1.0, -math.inf, -0.5, -math.inf]
-    fields = {f"x{n}": {"topk": [], "size": 1 << 23} for n in range(1000)}
-    assert from_json(json.dumps({"k": "z", **fields})) == Unknown("z", fields)
+    impossible = {"topk": [], "size": 1 << 23}
+    for value in (impossible, {"logits": impossible}, [{"logits": impossible}]):
+        fields = {f"x{n}": value for n in range(1000)}
+        assert from_json(json.dumps({"k": "z", **fields})) == Unknown("z", fields)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

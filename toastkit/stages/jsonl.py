@@ -165,7 +165,9 @@ def _plain(value: Any) -> Any:
 
 
 def _restore(name: str, value: Any) -> Any:
-    """The value of a name, undoing `_plain` and `_shown`."""
+    """The value of a field, undoing `_plain` and `_shown`. name: "" within another value: only a
+    frame's own logits are read from a top-k list, or a short line would make many arrays, each of
+    64 MB."""
     if isinstance(value, list):
         return [_restore("", part) for part in value]
     if not isinstance(value, dict):
@@ -188,7 +190,7 @@ def _restore(name: str, value: Any) -> Any:
         return base64.b64decode(value["bytes"], validate=True)
     if keys == {"float"} and value["float"] in ("nan", "inf", "-inf"):
         return float(value["float"])
-    return {name: _restore(name, part) for name, part in value.items()}
+    return {name: _restore("", part) for name, part in value.items()}
 
 
 def _shape(value: dict) -> tuple:
