@@ -20,7 +20,7 @@ from gears_report import mib, say, table, title
 from measure import in_turn, ratio, spread
 
 from toastkit.engine.engine import Engine
-from toastkit.engine.geared import BySelector, Chooser, Schedule, score_in_gears
+from toastkit.engine.geared import Chooser, by_selector, score_in_gears
 from toastkit.engine.opening import open_engine
 from toastkit.gears.cost import break_even_tokens
 from toastkit.gears.gear_options import GearOptions
@@ -384,13 +384,13 @@ def _timed(engine: Engine, ids: Sequence[int], chooser: Chooser) -> Timing:
 
 
 def _chooser(subject: Subject, name: str, vocab: int) -> Chooser:
-    count = len(subject.ids)
     if name != "auto":
-        return Schedule([name] * count)
+        return lambda entropy: Wish(name)
     if subject.by_entropy:
-        return BySelector(GearSelector(vocab, SelectorOptions()))
+        return by_selector(GearSelector(vocab, SelectorOptions()))
     # The first two passes are not timed: one in high that is not asked for, and one here.
-    return Schedule([LOT[0], *(LOT[n // RUN % len(LOT)] for n in range(count))])
+    gears = iter([LOT[0], *(LOT[n // RUN % len(LOT)] for n in range(len(subject.ids)))])
+    return lambda entropy: Wish(next(gears))
 
 
 def _dynamic_seconds(counts: dict, seconds: dict, shifts: int, shift_seconds: float) -> float:

@@ -161,14 +161,14 @@ def _by_prefill(entropies: np.ndarray) -> MonitorOptions | None:
 
 def chosen(entropies: np.ndarray, options: SelectorOptions) -> list[str]:
     """The gear of each pass, as engine.geared chooses it: by the entropies before it."""
-    from toastkit.engine.geared import DIGITS, FIRST, BySelector
+    from toastkit.engine.geared import DIGITS, FIRST, by_selector
 
     gears = []
     for start in range(0, len(entropies), WINDOW):
-        chooser, gear = BySelector(GearSelector(VOCAB, options)), FIRST
+        chooser, gear = by_selector(GearSelector(VOCAB, options)), FIRST
         for entropy in entropies[start : start + WINDOW]:
             gears.append(gear)
-            gear = chooser.choose(round(float(entropy), DIGITS)).gear
+            gear = chooser(round(float(entropy), DIGITS)).gear
     return gears
 
 

@@ -155,20 +155,21 @@ def _words(way: Way) -> str:
 
 def _score(ids: tuple[int, ...], way: Way) -> tuple[Scored, float]:
     """Scores, and the seconds that it took."""
-    from toastkit.engine.geared import BySelector, Schedule, score_in_gear, score_in_gears
+    from toastkit.engine.geared import by_selector, score_in_gear, score_in_gears
     from toastkit.gears.selector import GearSelector
+    from toastkit.holdings.policy import Wish
 
     engine = _engine(way.scope, way.bits, way.path if way.gear is not None else "fused")
     start = time.perf_counter()
     if way.gear is not None:
         parts = score_in_gear(engine, ids, WINDOW, way.gear)
     elif way.schedule is not None:
-        schedule = Schedule(way.schedule)
-        parts = score_in_gears(engine, ids, WINDOW, lambda: schedule)
+        wishes = map(Wish, way.schedule)
+        parts = score_in_gears(engine, ids, WINDOW, lambda: lambda entropy: next(wishes))
     else:
         selector = way.selector
         parts = score_in_gears(
-            engine, ids, WINDOW, lambda: BySelector(GearSelector(engine.vocab, selector))
+            engine, ids, WINDOW, lambda: by_selector(GearSelector(engine.vocab, selector))
         )
     found = _joined(parts)
     return found, time.perf_counter() - start

@@ -283,13 +283,9 @@ def test_texts_are_scored_by_the_pass_that_counts(made: Made) -> None:
 
 
 def test_gears_are_shown_token_by_token_where_steps_fall_back(made: Made) -> None:
-    class Low:
-        def choose(self, entropy: float) -> Wish:
-            return Wish("low")
-
     engine = made("olmoe", "mobile", MIDDLE)
     ids = prompt_of(engine, 10)
-    parts = list(score_in_gears(engine, ids, 20, Low))
+    parts = list(score_in_gears(engine, ids, 20, lambda: lambda entropy: Wish("low")))
     assert [gear for part in parts for gear in part.gears] == ["high"] + ["low"] * 8
     assert scores(parts) == scores(score_in_steps(engine, ids, 20))
 

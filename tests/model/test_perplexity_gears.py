@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +17,7 @@ from tests.model.checkpoints import open_crumb
 from tests.model.test_perplexity import WHOLE_TEXTS, Scripted, expected, ids_of
 from toastkit.engine import geared as geared_module
 from toastkit.engine.engine import Engine
-from toastkit.engine.geared import BySelector, Schedule, score_in_gear, score_in_gears
+from toastkit.engine.geared import Chooser, by_selector, score_in_gear, score_in_gears
 from toastkit.engine.perplexity import Scores, Totals, score, windows
 from toastkit.errors import DataError
 from toastkit.gears.gear_options import GearOptions
@@ -82,7 +83,7 @@ def ids(mlx_started) -> list[int]:
 def mixed(geared, ids) -> Scores:
     """The text in gears that the entropy chooses; a step is counted for every pass."""
     geared.begin_run()
-    found = joined(score_in_gears(geared, ids, WINDOW, by_selector(4096, MIXED)))
+    found = joined(score_in_gears(geared, ids, WINDOW, selecting(MIXED)))
     # The last id is never run.
     counted = geared.gears.run_report()
     assert {gear: counted[gear] for gear in ("low", "mid", "high")} == Counter(found.gears)
@@ -106,8 +107,14 @@ def close(mine: Scores, logprobs, entropies, tolerance: float = 1e-4) -> None:
     assert np.abs(np.array(mine.entropies) - entropies).max() < tolerance
 
 
-def by_selector(vocab: int, options: SelectorOptions):
-    return lambda: BySelector(GearSelector(vocab, options))
+def selecting(options: SelectorOptions) -> Callable[[], Chooser]:
+    return lambda: by_selector(GearSelector(4096, options))
+
+
+def scheduled(gears: Iterable[str]) -> Chooser:
+    """These gears, whatever the entropy."""
+    wishes = map(Wish, gears)
+    return lambda entropy: next(wishes)
 
 
 def selected(scores: Scores, options: SelectorOptions, window: int) -> list[str]:
@@ -171,13 +178,13 @@ def test_entropy_decides(mixed, in_gear, ids) -> None:
 def test_a_schedule_that_was_recorded_gives_the_same(geared, mixed, ids) -> None:
     starts = [start for start, _ in windows(ids, WINDOW)]
     kept = iter([mixed.gears[start + 1 : start + WINDOW] for start in starts])
-    assert joined(score_in_gears(geared, ids, WINDOW, lambda: Schedule(next(kept)))) == mixed
+    assert joined(score_in_gears(geared, ids, WINDOW, lambda: scheduled(next(kept)))) == mixed
 
 
 def test_a_schedule_of_ones_own(geared, in_gear, ids) -> None:
     """One list may serve all windows; it is asked for every pass but the first of each."""
     gears = ["low", "high", "mid", "mid", "low"] * 12
-    schedule = Schedule(gears)
+    schedule = scheduled(gears)
     mine = joined(score_in_gears(geared, ids, WINDOW, lambda: schedule))
     wanted = iter(gears)
     told = ["high" if n % WINDOW == 0 else next(wanted) for n in range(COUNT)]
@@ -185,21 +192,16 @@ def test_a_schedule_of_ones_own(geared, in_gear, ids) -> None:
     close(mine, *reference(in_gear, ids, told, WINDOW))
 
 
-def test_a_schedule_that_is_too_short(geared, ids) -> None:
-    with pytest.raises(ValueError, match="fewer gears than there are passes"):
-        list(score_in_gears(geared, ids, WINDOW, lambda: Schedule(["low"])))
-
-
 def test_gears_that_are_only_watched(crumb, ids, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that cannot shift: passes of several tokens, and the gears that would have been."""
     monkeypatch.setattr(geared_module, "default_chunk", lambda engine: 7)
-    parts = list(score_in_gears(crumb, ids, WINDOW, by_selector(4096, MIXED)))
+    parts = list(score_in_gears(crumb, ids, WINDOW, selecting(MIXED)))
     assert [len(part.ids) for part in parts] == [7, 7, 2] * 2 + [7, 1]
     mine, plain = joined(parts), joined(score(crumb, ids, WINDOW, 7))
     assert mine.logprobs == plain.logprobs
     assert mine.entropies == [round(entropy, 6) for entropy in plain.entropies]
     assert mine.gears == selected(mine, MIXED, WINDOW) and len(set(mine.gears)) == 3
-    exact = Schedule(["low"] * (COUNT - 3))  # asked no more often than an engine that shifts would
+    exact = scheduled(["low"] * (COUNT - 3))  # asked no more often than an engine that shifts would
     joined(score_in_gears(crumb, ids, WINDOW, lambda: exact))
 
 
@@ -229,7 +231,7 @@ class Eager:
     def __init__(self) -> None:
         self.entropies: list[float] = []
 
-    def choose(self, entropy: float) -> Wish:
+    def __call__(self, entropy: float) -> Wish:
         self.entropies.append(entropy)
         return Wish("low", "mid")
 

@@ -152,7 +152,7 @@ def _scored_bytes(tokenizer: Tokenizer, text: str, ids: list[int], cut: bool) ->
 def _choosers(checkpoint: ModelFiles, vocab: int, flags: dict[str, Any]) -> Callable[[], Chooser]:
     """A selector per window: nothing carries over to the next. Raises DataError for stored
     thresholds that cannot be read."""
-    from toastkit.engine.geared import BySelector
+    from toastkit.engine.geared import by_selector
     from toastkit.frames import Head
     from toastkit.gears.selector import GearSelector
     from toastkit.model.config import fingerprint
@@ -163,7 +163,7 @@ def _choosers(checkpoint: ModelFiles, vocab: int, flags: dict[str, Any]) -> Call
     options = selector_for(head, gear_flags.gear_rules(flags, said.append)).options
     if flags["verbose"]:
         cli.say(said[0])  # about thresholds; there is no prompt to report on
-    return lambda: BySelector(GearSelector(vocab, options))
+    return lambda: by_selector(GearSelector(vocab, options))
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ empty cache and in high gear, because nothing is known before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -34,38 +33,20 @@ FIRST = "high"  # gear of a window's first pass
 DIGITS = 6  # of an entropy that selects a gear, as in frames, so that all paths agree
 
 
-class Chooser(Protocol):
-    """Selects the next gear."""
-
-    def choose(self, entropy: float) -> Wish:
-        """Return the gear of the pass that consumes the next token. entropy: bits, of the logits
-        that predict this token. Called once for every pass except a window's first."""
+# Given the entropy in bits of the logits that predict a token, the gear of the pass that consumes
+# it. Called once for every pass except a window's first.
+Chooser = Callable[[float], Wish]
 
 
-class BySelector:
-    """The gears of a GearSelector, as in toast-decode."""
+def by_selector(selector: GearSelector) -> Chooser:
+    """The gears of a selector, as in toast-decode. Raises DataError for an entropy that is not
+    finite."""
 
-    def __init__(self, selector: GearSelector):
-        self._selector = selector
-
-    def choose(self, entropy: float) -> Wish:
-        """Return the selector's decision. Raises DataError for an entropy that is not finite."""
-        decision = self._selector.update(entropy)
+    def choose(entropy: float) -> Wish:
+        decision = selector.update(entropy)
         return Wish(decision.gear, decision.expected)
 
-
-class Schedule:
-    """A fixed list of gears, whatever the entropy: the baseline for `BySelector`."""
-
-    def __init__(self, gears: Iterable[str]):
-        self._gears = iter(gears)
-
-    def choose(self, entropy: float) -> Wish:
-        """Return the next gear of the list. Raises ValueError after its last one."""
-        gear = next(self._gears, None)
-        if gear is None:
-            raise ValueError("the schedule has fewer gears than there are passes")
-        return Wish(gear)
+    return choose
 
 
 def score_in_gear(
@@ -130,7 +111,7 @@ def _stepping(
         gears = None if chooser is None else [gear]
         yield checked(Scores(start + n + 1, [target], [logprob], [entropy], gears))
         if n < last and chooser is not None:
-            choice = chooser.choose(entropy)
+            choice = chooser(entropy)
     mx.clear_cache()
 
 
@@ -145,7 +126,7 @@ def _in_chunks(
         for position, entropy in enumerate(entropies, scores.position):
             selected.append(gear)
             if position < end:
-                gear = chooser.choose(entropy).gear or gear
+                gear = chooser(entropy).gear or gear
         yield replace(scores, entropies=entropies, gears=selected)
 
 
