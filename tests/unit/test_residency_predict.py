@@ -29,7 +29,6 @@ seconds = st.floats(1e-3, 10.0)
 shares = st.floats(0, 1)
 layer = st.tuples(seconds, seconds, st.booleans())
 layers = st.lists(layer, min_size=1, max_size=12)
-ahead = st.none() | st.integers(1, 5)
 slower = st.floats(0, MAX_SLOWDOWN)
 NONE = Slowdown(0.0, 0.0)
 BOTH = Slowdown(1.0, 1.0)
@@ -80,7 +79,7 @@ def test_or_lose_all() -> None:
 
 def test_layers_that_stay_run_while_the_next_streamed_one_is_read() -> None:
     reads = [None] * 4 + [3.0] * 4
-    assert simulate(reads, [1.0] * 8, 1.0, NONE, ahead=2).seconds == pytest.approx(12.0)
+    assert simulate(reads, [1.0] * 8, 1.0, NONE, most=2).seconds == pytest.approx(12.0)
     # One layer has to be read whole while none of those that stay is left to run.
     assert simulate([None, None, 4.0], [1.0] * 3, 1.0, NONE) == pytest.approx(PassTime(1.0, 4.0))
 
@@ -97,8 +96,8 @@ def test_one_layer_is_read_ahead_where_reading_is_much_faster() -> None:
 # ------------------------------------------------------------------------------------------- always
 
 
-@given(layers, seconds, shares, ahead)
-def test_bounds(made: list, outside: float, share: float, most: int | None) -> None:
+@given(layers, seconds, shares, st.integers(1, 5))
+def test_bounds(made: list, outside: float, share: float, most: int) -> None:
     """No less than the larger of reading and computing, and no more than one after the other."""
     reads = [read if absent else None for read, _, absent in made]
     computes = [compute for _, compute, _ in made]

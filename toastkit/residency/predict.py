@@ -132,7 +132,6 @@ def simulate(
     computes: Sequence[float],
     outside: float,
     slowdown: Slowdown,
-    ahead: int | None = None,
     most: int = MAX_AHEAD,
     passes: int = PASSES,
 ) -> PassTime:
@@ -140,15 +139,13 @@ def simulate(
     nothing read.
 
     reads, computes: seconds of each layer; reads is None for a resident one. outside: seconds after
-    the last layer, during which reading goes on. slowdown: of each by the other. ahead: layers read
-    ahead; None for Streams.depth, capped at most. Resident layers are computed while the streamed
-    one after them is waited for.
+    the last layer, during which reading goes on. slowdown: of each by the other. most: layers read
+    ahead, at most. Resident layers are computed while the streamed one after them is waited for.
     """
     phases, tail = _phases(reads, computes, outside)
     if not phases:
         return PassTime(0.0, tail)
-    if ahead is None:
-        ahead = min(depth([(read, before + own) for read, before, own in phases], tail), most)
+    ahead = min(depth([(read, before + own) for read, before, own in phases], tail), most)
     reader = _Reader([read for read, _, _ in phases], slowdown)
     last: tuple[float, float] | None = None
     time = PassTime(0.0, 0.0)
