@@ -153,8 +153,7 @@ class ResidencyPolicy(Policy):
         if kind == "percent":
             return int(count * amount / 100 + 0.5)
         placement = self.options.placement
-        reserve = cache_reserve(self.sizes, self.options.priority, self._context)
-        given = kind == "bytes"
+        reserve, given = self._reserve, kind == "bytes"
         memory = int(amount) if given else self._available()
         if self._loaded:
             reserve = max(reserve, self._caches)
@@ -168,14 +167,15 @@ class ResidencyPolicy(Policy):
         return ledger.of(CACHE) + ledger.of(SESSIONS)
 
     @property
-    def _context(self) -> int:
-        return self.options.context or self._store.config.context or USUAL_CONTEXT
+    def _reserve(self) -> int:
+        """Bytes to reserve for caches."""
+        context = self.options.context or self._store.config.context or USUAL_CONTEXT
+        return cache_reserve(self.sizes, self.options.priority, context)
 
     def _adapted_count(self, count: int) -> int:
         """How many layers are to be resident with the memory available now."""
         now = self._available()
-        reserve = cache_reserve(self.sizes, self.options.priority, self._context)
-        reserve = max(reserve, self._caches)
+        reserve = max(self._reserve, self._caches)
         # Without this model, what it has on the device would be available too.
         room = now + self._holdings.ledger.total()
         fitting = adaptive(self._now, room, reserve, self.options.placement)
@@ -197,7 +197,7 @@ class ResidencyPolicy(Policy):
                 "stays that could go"
             )
             self._notify = None
-        reserve = cache_reserve(self.sizes, self.options.priority, self._context)
+        reserve = self._reserve
         kept = window + max(reserve, caches) + sum(sizes.layers[i] for i in stay[:count])
         spare = max(0, int(room - kept))
         self._holdings.streams.spare_bytes = spare

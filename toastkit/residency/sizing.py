@@ -61,21 +61,18 @@ def needed(sizes: Sizes, count: int, placement: str) -> int:
     return sizes.outside + sum(sizes.layers[i] for i in stay) + _window(absent)
 
 
-def fitting(sizes: Sizes, budget: int, reserve: int, placement: str) -> int:
-    """Equation 1: the largest number of resident layers, 0..L, within a budget.
+def fitting(
+    sizes: Sizes, budget: int, reserve: int, placement: str, most: int | None = None
+) -> int:
+    """Equation 1: the largest number of resident layers, 0..most, within a budget.
 
-    budget: bytes for everything. reserve: bytes of it for caches (`cache_reserve`). Sums over the
-    layers that the placement picks, not averages. Also 0 if not even that fits: see `minimum`. If
-    layers differ, a larger number may need less memory, as other layers are in the window, so the
-    search is from above.
+    budget: bytes for everything. reserve: bytes of it for caches (`cache_reserve`). most: None for
+    all layers. Sums over the layers that the placement picks, not averages. Also 0 if not even that
+    fits: see `minimum`. If layers differ, a larger number may need less memory, as other layers are
+    in the window, so the search is from above.
     """
-    return _fitting(sizes, budget - reserve, len(sizes.layers), placement)
-
-
-def _fitting(sizes: Sizes, room: int, most: int, placement: str) -> int:
-    """The largest number of resident layers, 0..most, that needs no more than room bytes."""
-    for count in range(most, 0, -1):
-        if needed(sizes, count, placement) <= room:
+    for count in range(len(sizes.layers) if most is None else most, 0, -1):
+        if needed(sizes, count, placement) + reserve <= budget:
             return count
     return 0
 
@@ -96,7 +93,7 @@ def adaptive(sizes: Sizes, available: int, reserve: int, placement: str) -> int:
         return total
     room = available - sizes.outside - average - RUNTIME - reserve
     count = max(0, min(total, math.floor(SAFETY * room / average)))
-    return _fitting(sizes, available - RUNTIME - reserve, count, placement)
+    return fitting(sizes, available - RUNTIME, reserve, placement, count)
 
 
 def first_count(sizes: Sizes, memory: int, given: bool, reserve: int, placement: str) -> int:
