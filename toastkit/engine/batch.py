@@ -85,10 +85,8 @@ class Batch:
         if experts is None or experts.options.threshold is None:
             logits = list(engine.step_rows(ids, self.caches))
         else:
-            from toastkit.experts.common_part import Recording  # imports numpy
-
             experts.times.leave_out()  # equation 1 is about steps of one state
-            before, kept = self.before_a_step(), Recording()
+            before, kept = self.before_a_step(), experts.common.nothing_kept()
             with experts.common.recorded(kept):
                 little = engine.step_rows(ids, self.caches)
             logits = list(little)
@@ -96,7 +94,7 @@ class Batch:
             experts.common.note(len(unsure) == len(tokens))
             if unsure:
                 if len(unsure) < len(tokens):
-                    kept = Recording()  # a smaller batch is rounded differently
+                    kept = experts.common.nothing_kept()  # a smaller batch is rounded differently
                 elif kept:
                     kept.forward = redo_functions(self.caches, kept.caches)
                 with experts.again(unsure), experts.common.replayed(kept):

@@ -92,7 +92,7 @@ def take_step(
 
     def is_sure(logits: mx.array) -> bool:
         unsure = unsure_rows(logits[None], gamma)
-        _timed(experts, "little", start, built)
+        experts.times.add("little", start, time.perf_counter(), built)
         return not unsure
 
     logits, fallback = run_or_again(
@@ -118,7 +118,7 @@ def _fall_back(
     experts.fallbacks += 1
     if experts.waits:  # synchronises after every layer but the last anyway
         mx.eval(logits)
-        _timed(experts, "again", start)
+        experts.times.add("again", start, time.perf_counter())
     return logits
 
 
@@ -129,8 +129,4 @@ def whole_step(experts: ExpertsPolicy | None) -> Iterator[None]:
     start = time.perf_counter()
     yield
     if experts is not None and experts.k_now == experts.k:
-        _timed(experts, "whole", start)
-
-
-def _timed(experts: ExpertsPolicy, kind: str, start: float, before: float = 0.0) -> None:
-    experts.times.add(kind, start, time.perf_counter(), before)
+        experts.times.add("whole", start, time.perf_counter())
