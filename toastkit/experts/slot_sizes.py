@@ -43,14 +43,7 @@ class SlotSizes:
 
     def slot_bytes(self, bits: int = 0) -> int:
         """Bytes of one slot in each layer, summed. bits: of a packed weight, 0 for originals."""
-        return sum(self._stack_bytes(path, bits) // s.experts for path, s in self.of.items())
-
-    def _stack_bytes(self, path: str, bits: int) -> int:
-        loaded = self._holdings.loaded
-        size = loaded.stack_bytes(path)
-        if bits and self._holdings.modules[path].weight is not None:
-            size += loaded.packed_bytes(path, bits) - loaded.matrix_bytes(path)
-        return size
+        return self.held(1, bits)
 
     def within(self, size: int, bits: int = 0) -> int:
         """Slots per layer that fit into size bytes for all layers; at least `least`."""
@@ -58,10 +51,13 @@ class SlotSizes:
 
     def held(self, count: int, bits: int = 0) -> int:
         """Bytes of that many slots in each layer, or of all its experts if it has fewer."""
-        return sum(
-            self._stack_bytes(path, bits) // switch.experts * min(count, switch.experts)
-            for path, switch in self.of.items()
-        )
+        loaded, total = self._holdings.loaded, 0
+        for path, switch in self.of.items():
+            size = loaded.stack_bytes(path)
+            if bits and self._holdings.modules[path].weight is not None:
+                size += loaded.packed_bytes(path, bits) - loaded.matrix_bytes(path)
+            total += size // switch.experts * min(count, switch.experts)
+        return total
 
     def set_slots(self, count: int) -> None:
         """Mark the stacks as slotted, or whole if there are as many slots as experts, so that the
