@@ -163,20 +163,6 @@ class GearPolicy(Policy):
         """Bytes of the managed matrices on the device now, in all gears."""
         return self._holdings.matrix_bytes(self.paths)
 
-    def packed_bytes(self, gear: str) -> int:
-        """Bytes of the managed matrices in a packed gear, with scales."""
-        bits = self.options.bits_of(gear)
-        assert bits is not None  # high has no packed modules
-        return sum(self._holdings.loaded.packed_bytes(path, bits) for path in self.paths)
-
-    @property
-    def kept(self) -> tuple[str, ...]:
-        """The gears that are wholly cached, besides the one in use, least recently used first."""
-        forms = self._holdings.kept(self.paths[0])
-        whole = [f for f in forms if all(f in self._holdings.kept(path) for path in self.paths)]
-        gears = {self.form_of(gear): gear for gear in GEARS}
-        return tuple(gears[form] for form in whole)
-
 
 def gear_policy(
     store: Store, options: GearOptions, notify: Callable[[str], None] | None
