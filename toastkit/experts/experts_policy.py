@@ -40,7 +40,6 @@ class ExpertsPolicy(Policy):
         self.steps = self.fallbacks = 0
         self._little = False  # the blocks have the little K now
         self.times = PassTimes()
-        self._before = (0, 0)
 
     def attach(self, holdings: Holdings) -> None:
         """Find the MoE blocks. Raises UsageError for a model without any, with unknown routers, or
@@ -109,7 +108,7 @@ class ExpertsPolicy(Policy):
 
     def begin_run(self) -> None:
         """Reset the counts of `run_report`."""
-        self._before = (self.steps, self.fallbacks)
+        super().begin_run()
         self.times.begin_run()
 
     def count_step(self) -> None:
@@ -118,19 +117,17 @@ class ExpertsPolicy(Policy):
 
     def run_report(self) -> dict[str, Any]:
         """A report of the run since `begin_run`, see `_counted`."""
-        steps, fallbacks = self._before
-        counts = self.steps - steps, self.fallbacks - fallbacks
-        return self._counted(*counts, self.times.means())
+        return self._counted(self._run_counts(), self.times.means())
 
     def report(self) -> dict[str, Any]:
         """A report of all runs, with the setting."""
         setting = {"setting": self.options.setting}
-        means = self.times.means(run=False)
-        return {**setting, **self._counted(self.steps, self.fallbacks, means)}
+        return {**setting, **self._counted(self._counts(), self.times.means(run=False))}
 
-    def _counted(
-        self, steps: int, fallbacks: int, means: dict[str, float | None]
-    ) -> dict[str, Any]:
+    def _counts(self) -> dict[str, Any]:
+        return {"steps": self.steps, "fallbacks": self.fallbacks}
+
+    def _counted(self, counts: dict[str, Any], means: dict[str, float | None]) -> dict[str, Any]:
         """Mode, gamma if it applies, both K, and the steps as in `with_steps`; for MoBiLE also the
         mean seconds of its passes."""
         report: dict[str, Any] = {
@@ -141,4 +138,4 @@ class ExpertsPolicy(Policy):
             if not self.waits:
                 means["again"] = means["whole"]
             report["seconds"] = means
-        return with_steps(report, steps, fallbacks)
+        return with_steps(report, **counts)

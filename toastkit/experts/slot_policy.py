@@ -44,7 +44,6 @@ class SlotPolicy(Policy):
         self._checks = Checks()
         self._pressures: dict[int, Pressure] = {}  # by bits
         self._bits = self._initial = 0
-        self._before: dict[str, Any] = {}
 
     def attach(self, holdings: Holdings) -> None:
         """Attach to a model. Raises UsageError for one without experts, and for fewer slots than a
@@ -177,22 +176,16 @@ class SlotPolicy(Policy):
     def begin_run(self) -> None:
         """Reset the counts, and the pressure: what was too much in one run may not be in the
         next."""
-        self._before, self._initial = self._holdings.slots.counts.as_map(), self._slots
+        super().begin_run()
+        self._initial = self._slots
         self._pressures = {}
 
     def count_step(self) -> None:
         """Count a step."""
         self._checks.count_step()
 
-    def run_report(self) -> dict[str, Any]:
-        """A report of the run since `begin_run`: see `report`."""
-        now = self._holdings.slots.counts.as_map()
-        return self._report_of({name: now[name] - self._before.get(name, 0) for name in now})
-
-    def report(self) -> dict[str, Any]:
-        """A report of all runs: slots per layer, of how many experts, and how many slots when the
-        last run began; and SlotCounts."""
-        return self._report_of(self._holdings.slots.counts.as_map())
+    def _counts(self) -> dict[str, Any]:
+        return self._holdings.slots.counts.as_map()
 
     @property
     def _slots(self) -> int:
@@ -201,5 +194,7 @@ class SlotPolicy(Policy):
         return max((layer.table.slots for layer in layers), default=self.sizes.experts)
 
     def _report_of(self, counts: dict[str, Any]) -> dict[str, Any]:
+        """Slots per layer, of how many experts, and how many slots when the last run began; and
+        SlotCounts."""
         there = {"slots": self._slots, "experts": self.sizes.experts, "initial": self._initial}
-        return {**there, **counts, "wait": round(counts["wait"], 6)}
+        return {**there, **counts}

@@ -52,7 +52,6 @@ class GearPolicy(Policy):
         self.paths: list[str] = []
         self.steps_together = options.mode != "auto"
         self._wanted = self.gear
-        self._before: dict[str, float] = {}
 
     def attach(self, holdings: Holdings) -> None:
         """Find the matrices in scope. Raises UsageError if there are none."""
@@ -107,27 +106,20 @@ class GearPolicy(Policy):
 
     # ------------------------------------------------------------------------------------- counting
 
-    def begin_run(self) -> None:
-        """Reset the counts of steps and shifts."""
-        self._before = self._counts()
-
     def count_step(self) -> None:
         """Count a step in this gear."""
         self.tokens[self.gear] += 1
 
-    def run_report(self) -> dict[str, Any]:
-        """A report of the run since `begin_run`: steps by gear, shifts, their seconds; bytes of the
-        managed matrices on the device now; matmuls of all runs by path."""
-        now = self._counts()
-        counts = {name: round(now[name] - self._before.get(name, 0), 6) for name in now}
-        return {**counts, "bytes": self.device_bytes, "paths": self.counts.as_map()}
-
     def report(self) -> dict[str, Any]:
         """A report of all runs: mode and scope, and as `run_report`."""
-        counts = {"mode": self.options.mode, "scope": self.options.scope, **self._counts()}
+        return {"mode": self.options.mode, "scope": self.options.scope, **super().report()}
+
+    def _report_of(self, counts: dict[str, Any]) -> dict[str, Any]:
+        """The counts; bytes of the managed matrices on the device now; matmuls of all runs by
+        path."""
         return {**counts, "bytes": self.device_bytes, "paths": self.counts.as_map()}
 
-    def _counts(self) -> dict[str, float]:
+    def _counts(self) -> dict[str, Any]:
         """Steps by gear, shifts, and their seconds."""
         every = [s for times in self.times.values() for s in (*times.first, *times.again)]
         steps = {gear: self.tokens[gear] for gear in GEARS}

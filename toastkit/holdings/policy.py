@@ -42,6 +42,7 @@ class Policy:
     changes_forms = False
     steps_together = True
     tells_steps = True
+    _before: Mapping[str, Any] = {}  # the counts when the run began
 
     def attach(self, holdings: Holdings) -> None:
         """Attach to a model. Raises UsageError if the policy does not apply to it."""
@@ -71,17 +72,31 @@ class Policy:
 
     def begin_run(self) -> None:
         """Reset the counts of `run_report`."""
+        self._before = self._counts()
 
     def count_step(self) -> None:
         """Called for each step, in the current forms."""
 
     def run_report(self) -> dict[str, Any]:
         """A report of the run since `begin_run`."""
-        return {}
+        return self._report_of(self._run_counts())
 
     def report(self) -> dict[str, Any]:
         """A report of all runs so far, for a daemon's status."""
+        return self._report_of(self._counts())
+
+    def _counts(self) -> dict[str, Any]:
+        """Numbers that only grow: of all runs so far."""
         return {}
+
+    def _run_counts(self) -> dict[str, Any]:
+        """The same of the run since `begin_run`."""
+        now = self._counts()
+        return {name: round(now[name] - self._before.get(name, 0), 6) for name in now}
+
+    def _report_of(self, counts: dict[str, Any]) -> dict[str, Any]:
+        """A report with these counts."""
+        return counts
 
 
 def warn_of_memory(policies: Sequence[Policy]) -> None:

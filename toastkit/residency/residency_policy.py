@@ -64,7 +64,6 @@ class ResidencyPolicy(Policy):
         self._loaded = False
         self._steps, self._in_steps, self._forms_change = steps, False, False
         self._step_sizes: Sizes | None = None
-        self._before: dict[str, float] = {}
 
     def attach(self, holdings: Holdings) -> None:
         """Attach to a model. Raises UsageError for a budget that it cannot run in."""
@@ -256,27 +255,21 @@ class ResidencyPolicy(Policy):
     def begin_run(self) -> None:
         """Reset the counts, and what was given up: what was too much in one run may not be in the
         next."""
-        self._before, self._anew = self._counts(), True
+        super().begin_run()
+        self._anew = True
         self._pressure = Pressure(self.layers)
 
     def count_step(self) -> None:
         """Count a step."""
         self._checks.count_step()
 
-    def run_report(self) -> dict[str, Any]:
-        """A report of the run since `begin_run`: see `report`."""
-        now = self._counts()
-        return self._report_of({name: now[name] - self._before.get(name, 0) for name in now})
-
-    def report(self) -> dict[str, Any]:
-        """A report of all runs: resident layers, of how many; bytes read; seconds that passes
-        waited for layers, and computed them; streamed layers run; layers shed and grown."""
-        return self._report_of(self._counts())
-
-    def _report_of(self, counts: dict[str, float]) -> dict[str, Any]:
+    def _report_of(self, counts: dict[str, Any]) -> dict[str, Any]:
+        """Resident layers, of how many; and the counts."""
         return {"resident": len(self.resident), "layers": self.layers, **counts}
 
-    def _counts(self) -> dict[str, float]:
+    def _counts(self) -> dict[str, Any]:
+        """Bytes read; seconds that passes waited for layers, and computed them; streamed layers
+        run; layers shed and grown."""
         times = self._holdings.streams.times
         return {
             "read": self._store.reader.bytes_read,
