@@ -26,7 +26,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from toastkit.experts.routers import MoEBlock
-from toastkit.holdings.derived import derived
+from toastkit.holdings.derived import extend, restore
 from toastkit.holdings.layer_slots import is_switch
 from toastkit.holdings.streams import Streams
 
@@ -94,9 +94,7 @@ class CommonPart:
 
     def __init__(self, model: nn.Module, blocks: Sequence[MoEBlock], streams: Streams):
         self._streams, self._last = streams, blocks[0].layer
-        self._classes = _classes(model, blocks[0])
-        for module, _ in self._classes:
-            vars(module)["_common"] = self
+        self._parts = _parts(model, blocks[0])
         self._kept = NOTHING
         self._replays = self._reached = False
         self._seen: Any = None  # the input of the first router's block
@@ -123,15 +121,14 @@ class CommonPart:
 
     @contextmanager
     def _wrapped(self, kept: Recording, replays: bool) -> Iterator[None]:
-        classes = [(module, type(module)) for module, _ in self._classes]
-        for (module, mixin), (_, cls) in zip(self._classes, classes):
-            _set_class(module, derived(mixin, cls))
+        for module, mixin in self._parts:
+            extend(module, mixin, _common=self)
         self._kept, self._replays = kept, replays
         try:
             yield
         finally:
-            for module, cls in classes:
-                _set_class(module, cls)
+            for module, _ in self._parts:
+                restore(module)
             self._kept, self._seen = NOTHING, None
 
     def begin(self) -> None:
@@ -190,7 +187,7 @@ class _Part:
         return self._common.run(self, super().__call__, args, rest)  # type: ignore[misc]
 
 
-def _classes(model: nn.Module, block: MoEBlock) -> list[tuple[nn.Module, type]]:
+def _parts(model: nn.Module, block: MoEBlock) -> list[tuple[nn.Module, type]]:
     """The modules that take part, with their mixins. Empty if the block is not in its layer, or its
     router cannot be told apart."""
     layer = model.layers[block.layer]
@@ -212,11 +209,6 @@ def _children(module: nn.Module) -> list[nn.Module]:
     """A module's direct children, also those in lists, that have children themselves."""
     found: Any = tree_flatten(module.children(), is_leaf=nn.Module.is_module)
     return [child for _, child in found if child.children()]
-
-
-def _set_class(module: nn.Module, cls: type) -> None:
-    # nn.Module's __setattr__ would look for a parameter of that name, which is slow.
-    object.__setattr__(module, "__class__", cls)
 
 
 def _caches(values: Sequence[Any]) -> list[Any] | None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from toastkit.errors import UsageError
+from toastkit.holdings.derived import extend, restore
 from toastkit.holdings.holdings import Holdings
 
 
@@ -103,25 +103,23 @@ def _chosen_experts(holdings: Holdings) -> int:
     """How many experts a token chooses, in the layer where it chooses most. Builds a pass over a
     token without computing it; nothing of the model needs to be loaded."""
     found: list[int] = []
-    classes: list[tuple[nn.Module, type]] = []
     model: Any = holdings.store.model
     with holdings.shapes_only():
+        for switch in holdings.slots.switches:
+            extend(switch.module, _Counting, _found=found)
         try:
-            for switch in holdings.slots.switches:
-                classes.append((switch.module, type(switch.module)))
-                switch.module.__class__ = _asking(type(switch.module), found)
             model(mx.zeros((1, 1), mx.uint32), cache=holdings.new_caches())
         finally:
-            for module, cls in classes:
-                module.__class__ = cls  # type: ignore[assignment]
+            for switch in holdings.slots.switches:
+                restore(switch.module)
     return max(found, default=1)
 
 
-def _asking(base: type, found: list[int]) -> type:
-    """A subclass of base that records how many experts are chosen."""
+class _Counting:
+    """Mixin for the class of a switch: records how many experts are chosen."""
 
-    def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
-        found.append(indices.shape[-1])
-        return base.__call__(self, x, indices)
+    _found: list[int]
 
-    return type(f"Asking{base.__name__}", (base,), {"__call__": call})
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        self._found.append(indices.shape[-1])
+        return super().__call__(x, indices)  # type: ignore[misc]

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 
 @cache
 def derived(mixin: type, base: type) -> type:
     """A subclass of `mixin` and `base`, named after both; isinstance holds for either."""
     return type(f"{mixin.__name__.lstrip('_')}{base.__name__}", (mixin, base), {})
+
+
+def extend(module: Any, mixin: type, **own: Any) -> None:
+    """Give a module what a mixin has, and the attributes that the mixin declares."""
+    _set_class(module, derived(mixin, module.__class__))
+    vars(module).update(own)
+
+
+def restore(module: Any) -> None:
+    """Undo the last `extend` of a module."""
+    mixin, base = module.__class__.__bases__
+    _set_class(module, base)
+    for name in mixin.__annotations__:
+        vars(module).pop(name)
+
+
+def _set_class(module: Any, cls: type) -> None:
+    # nn.Module's __setattr__ would look for a parameter of that name, which is slow.
+    object.__setattr__(module, "__class__", cls)

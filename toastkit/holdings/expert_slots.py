@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from toastkit.errors import ToastError
-from toastkit.holdings.derived import derived
+from toastkit.holdings.derived import extend, restore
 from toastkit.holdings.foresight import Foresight
 from toastkit.holdings.forms import Form
 from toastkit.holdings.layer_slots import LayerSlots, SlotCounts, Switch, by_last_use, find_switches
@@ -43,7 +43,6 @@ class ExpertSlots:
 
     def __init__(self, holdings: Holdings, weights: Weights):
         self._holdings, self._weights = holdings, weights
-        self._classes: dict[str, type] = {}  # the original classes of the switches, by path
         self._by_path: dict[str, LayerSlots] = {}
         # The last layer that was computed from slots, and its output, perhaps not yet evaluated.
         self._pending: tuple[LayerSlots, mx.array] | None = None
@@ -95,17 +94,12 @@ class ExpertSlots:
         slots = min(holding.form.slots for holding in switch.stacks)
         table = table or SlotTable(switch.experts, slots)
         layer = LayerSlots(switch, memory, table, self.counts)
-        self._classes[switch.path] = type(switch.module)
-        switch.module.__class__ = derived(_Slotted, type(switch.module))
-        vars(switch.module).update(_slots=self, _layer=layer)
+        extend(switch.module, _Slotted, _slots=self, _layer=layer)
         return layer
 
     def _leave(self, layer: LayerSlots) -> None:
         self._forget(layer)
-        module = layer.switch.module
-        module.__class__ = self._classes.pop(layer.switch.path)
-        for name in ("_slots", "_layer"):
-            vars(module).pop(name)
+        restore(layer.switch.module)
 
     def resize(
         self, moves: Sequence[tuple[Holding, Form]], put: Callable[[Holding, Parts], None]

@@ -17,10 +17,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
-from toastkit.holdings.derived import derived
+from toastkit.holdings.derived import extend, restore
 from toastkit.holdings.layer_slots import LayerSlots
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class Foresight:
 
     def __init__(self, slots: ExpertSlots):
         self._slots = slots
-        self._classes: dict[int, tuple[nn.Module, type]] = {}  # blocks, with their classes
+        self._watched: list[LayerSlots] = []  # whose blocks record their inputs
         self._asking = False
         self._told: dict[int, list[int]] = {}  # choices of the next pass, by place
         self._told_depth = MAX_AHEAD
@@ -99,20 +98,13 @@ class Foresight:
     def follow(self) -> None:
         """Update the watched blocks after a change of the layers with slots."""
         self._told, self._named, self._reached = {}, {}, 0
-        blocks = {id(layer.switch.block): layer for layer in self._slots.layers}
-        blocks.pop(id(None), None)
-        for key in set(self._classes).difference(blocks if self._watching else ()):
-            module, cls = self._classes.pop(key)
-            module.__class__ = cls  # type: ignore[assignment]
-            for name in ("_foresight", "_layer"):
-                vars(module).pop(name)
-        for key, layer in blocks.items() if self._watching else ():
-            block = layer.switch.block
-            assert block is not None  # None was removed above
-            if key not in self._classes:
-                self._classes[key] = block, type(block)
-                block.__class__ = derived(_Watched, type(block))
-            vars(block).update(_foresight=self, _layer=layer)
+        for layer in self._watched:
+            restore(layer.switch.block)
+        layers = self._slots.layers if self._watching else ()
+        blocks = {id(block): layer for layer in layers if (block := layer.switch.block) is not None}
+        self._watched = list(blocks.values())
+        for layer in self._watched:
+            extend(layer.switch.block, _Watched, _foresight=self, _layer=layer)
 
     # ------------------------------------------------------------------------------ asking routers
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from toastkit.errors import ToastError
-from toastkit.holdings.derived import derived
+from toastkit.holdings.derived import extend, restore
 from toastkit.holdings.holding import Holding
 from toastkit.holdings.read_ahead import MAX_AHEAD, layers_ahead
 from toastkit.holdings.weights import Reading, Weights
@@ -52,7 +52,6 @@ class Streams:
     def __init__(self, holdings: Holdings, weights: Weights):
         self._holdings, self._weights = holdings, weights
         self._modules: Sequence[nn.Module] = holdings.store.model.layers
-        self._classes: dict[int, type] = {}  # the original classes, by layer
         self._parts: dict[int, list[Holding]] = {}
         self._readings: dict[int, Reading] = {}
         self._ended: float | None = None  # when the last one was dropped
@@ -71,15 +70,9 @@ class Streams:
             if holding.form.streamed and holding.layer is not None:
                 parts.setdefault(holding.layer, []).append(holding)
         for index in set(self._parts).difference(parts):
-            module = self._modules[index]
-            module.__class__ = self._classes.pop(index)
-            for name in ("_streams", "_index"):
-                vars(module).pop(name)
+            restore(self._modules[index])
         for index in set(parts).difference(self._parts):
-            module = self._modules[index]
-            self._classes[index] = type(module)
-            module.__class__ = derived(_Streamed, type(module))
-            vars(module).update(_streams=self, _index=index)
+            extend(self._modules[index], _Streamed, _streams=self, _index=index)
         self._parts, self.layers = parts, sorted(parts)
         for index in [i for i, r in self._readings.items() if r.moves != self._moves(i)]:
             self._readings.pop(index).cancel()
