@@ -19,11 +19,13 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
 from toastkit.errors import DataError
+from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form, packed
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.weights import Weights
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
+from toastkit.store.bake import bake
 from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import CACHE, GEARS, Ledger
 from toastkit.store.store import Store
@@ -263,3 +265,25 @@ def test_what_was_not_in_use_for_longest_goes_first(llama: Path) -> None:
     holdings.budget = size // 2 + size // 4
     holdings.change({first[0]: ORIGINAL})
     assert LOW not in holdings.kept(first[1]) and holdings.kept(second[0]) == [LOW]
+
+
+@pytest.mark.parametrize(
+    ("part", "harm"),
+    [("scales", (b'scales"', b'scalez"')), ("weight", (b'"U32"', b'"I32"')),
+     ("weight", (b"[64,16]", b"[16,64]"))],
+)  # fmt: skip
+def test_a_baked_gear_that_is_damaged(tmp_path: Path, part: str, harm: tuple) -> None:
+    """A part is missing, or no matrix of that form: an error, and the gear is as it was."""
+    source, path = write_published(tmp_path / "llama", "llama"), tmp_path / "baked.toast"
+    files = locate(str(source))
+    with Store(files, load_config(files)) as store:
+        bake(store, path, gears=("low",))
+    data, module = path.read_bytes(), "model.layers.0.mlp.down_proj"
+    start = data.index(f'"__gear__.low.{module}.{part}"'.encode())
+    entry = data[start : data.index(b"}", start)]
+    assert harm[0] in entry
+    path.write_bytes(data.replace(entry, entry.replace(*harm), 1))
+    engine = open_engine(locate(str(path)), gear_options=GearOptions("auto", "all"))
+    with pytest.raises(DataError, match=f"its low gear of {module} is damaged"):
+        engine.shift("low")
+    assert engine.gears is not None and engine.gears.gear == "high"

@@ -86,6 +86,7 @@ class Weights:
         self._whole: dict[str, mx.array] | None = None
         self._ahead: Reading | None = None
         self._sampled: set[Holding] = set()
+        self._gears: dict[tuple[Holding, int], dict[str, str]] = {}  # names of baked parts
 
     def loaded_dtype(self, name: str) -> mx.Dtype:
         """The dtype of a parameter on the device; of the scales, if it is packed."""
@@ -152,11 +153,24 @@ class Weights:
         return names
 
     def _baked(self, holding: Holding, form: Form) -> dict[str, str]:
-        """The stored names of a packed matrix, by part, if the checkpoint holds it."""
-        if form.kind != "packed" or form.bits not in GEAR_OF:
+        """The stored names of a packed matrix, by part, if the checkpoint holds it. Raises
+        DataError if what it holds is no such matrix."""
+        if form.kind != "packed" or form.bits not in GEAR_OF or holding.weight is None:
             return {}
-        names = self._store.baked(holding.path, GEAR_OF[form.bits])
-        return {name.rpartition(".")[2]: name for name in names}
+        key = holding, form.bits
+        if key not in self._gears:
+            store, gear = self._store, GEAR_OF[form.bits]
+            found = {name.rpartition(".")[2]: name for name in store.baked(holding.path, gear)}
+            rows = empty_rows(store.shape(holding.weight.name), form.bits, mx.float32)._asdict()
+            shapes = {part: store.shape(name) for part, name in found.items()}
+            sound = shapes == {part: array.shape for part, array in rows.items()}
+            if found and not (sound and store.dtype(found["weight"]) == mx.uint32):
+                raise DataError(
+                    f"{store.files.name}: its {gear} gear of {holding.path} is damaged",
+                    hint="toast-model verify says what is wrong",
+                )
+            self._gears[key] = found
+        return self._gears[key]
 
     def _read(self, reading: Reading) -> dict[str, mx.array]:
         """Parameters by name, in the dtype of the device; baked parts as they are stored."""
