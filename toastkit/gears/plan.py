@@ -16,11 +16,10 @@ from toastkit.gears.cost import whole_speedup
 from toastkit.gears.discovery import changing
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.holdings import Holdings
-from toastkit.model.toast_format import GEAR_PREFIX
 from toastkit.store.anatomy import anatomy, part_of
 from toastkit.store.dtypes import AS_STORED, Loading
 from toastkit.store.ledger import Ledger
-from toastkit.store.precision import GEAR_BITS, Rows, row_bytes
+from toastkit.store.precision import GEAR_BITS, row_bytes
 from toastkit.store.quantising import leaf_modules
 from toastkit.store.skeleton import holds_experts
 from toastkit.store.store import Store
@@ -147,13 +146,10 @@ class _Weight:
 
 def _baked(store: Store, gear: str, bits: int, paths: list[str]) -> int | None:
     """Bytes of a gear that is baked for all managed matrices; None if it is not."""
-    if GEAR_BITS[gear] != bits:
+    names = [store.baked(path, gear) for path in paths]
+    if GEAR_BITS[gear] != bits or not all(names):
         return None
-    entries = {n: e for header in store.files.headers for n, e in header.entries.items()}
-    names = [f"{GEAR_PREFIX}{gear}.{path}.{part}" for path in paths for part in Rows._fields]
-    if any(name not in entries for name in names):
-        return None
-    return sum(entries[name].nbytes for name in names)
+    return sum(store.nbytes(name) for some in names for name in some)
 
 
 def _weights(store: Store, types: Loading, explain: Callable[[str], None]) -> dict[str, _Weight]:
