@@ -57,6 +57,22 @@ def engines(tmp_path_factory: pytest.TempPathFactory, crumb):
     return Engines(tmp_path_factory.mktemp("memory"), crumb)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, mlx_started: None) -> Callable[..., Any]:
+    """Engines of random mixtures of experts: see moe_engines."""
+    from tests.model.moe_engines import engines
+
+    return engines(tmp_path_factory.mktemp("moe"))
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """See test_streaming_failures.Disk."""
+    from tests.model.test_streaming_failures import Disk
+
+    return Disk(monkeypatch)
+
+
 @pytest.fixture
 def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Directories of this test alone; where conversations lie."""

@@ -50,9 +50,10 @@ def prompt_of(engine: Engine, count: int = 40) -> list[int]:
     return [(37 * n + 5) % engine.vocab for n in range(count)]
 
 
-def read(engine: Engine, ids: Sequence[int]) -> ModelState:
+def read(engine: Engine, ids: Sequence[int], chunk: int = 16) -> ModelState:
+    """A state after a prompt."""
     state = ModelState(engine.new_cache())
-    for _ in engine.reading(state, ids, lambda: 16):
+    for _ in engine.reading(state, ids, lambda: chunk):
         pass
     return state
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from tests.model.moe_engines import MIDDLE, Made, arrays, engines, prompt_of, read_once, same
+from tests.model.moe_engines import MIDDLE, Made, arrays, prompt_of, read_once, same
 from tests.model.reference import OLD_MLX_LM
 from tests.model.service_driver import Asked, Driver
 from toastkit.daemon import stepper as stepper_module
@@ -33,11 +33,6 @@ pytestmark = pytest.mark.skipif(OLD_MLX_LM, reason="the old mlx_lm has other bat
 LENGTHS = (30, 40, 9)  # the window of those that have one is 32
 STEPS = 4
 CLOSE = 1e-3  # of the largest logit, of a batch's to those alone
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made:
-    return engines(tmp_path_factory.mktemp("moe"))
 
 
 def joined(engine: Engine, lengths: Sequence[int] = LENGTHS) -> Batch:

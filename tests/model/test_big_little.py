@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from tests.model.moe_engines import MIDDLE, Made, arrays, engines, prompt_of, read, read_once, same
+from tests.model.moe_engines import MIDDLE, Made, arrays, prompt_of, read, read_once, same
 from toastkit.engine.big_little import confidence
 from toastkit.engine.engine import Engine
 from toastkit.engine.geared import score_in_gears, score_in_steps
@@ -29,11 +29,6 @@ from toastkit.holdings.policy import Wish
 from toastkit.residency.residency_options import ResidencyOptions
 
 COUNT = 4  # tokens of an answer
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made:
-    return engines(tmp_path_factory.mktemp("moe"))
 
 
 def answer(engine: Engine, ahead: bool = True, count: int = COUNT) -> tuple[list[int], list, Any]:

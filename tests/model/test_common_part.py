@@ -23,11 +23,11 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from tests.conftest import examples
 from tests.model import test_transformers as oracle
 from tests.model.checkpoints import SIZES, random_weights, write_checkpoint
-from tests.model.moe_engines import MIDDLE, Made, arrays, engines, prompt_of, read_once, same
+from tests.model.moe_engines import MIDDLE, Made, arrays, prompt_of, read_once, same
 from tests.model.reference import OLD_MLX_LM
 from tests.model.test_optimistic import hopeful, spoil
 from tests.model.test_routers import RECORDED, SHARED_SETTINGS
-from tests.model.test_streaming_failures import Disk, disk
+from tests.model.test_streaming_failures import Disk
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
@@ -41,15 +41,9 @@ from toastkit.holdings.derived import derived
 from toastkit.model.locate import locate
 from toastkit.residency.residency_options import ResidencyOptions
 
-__all__ = ["disk"]  # a fixture
 TOKENS = (5, 9)
 SHARED = ("shared_experts", "shared_expert", "shared_mlp")  # what all tokens go through
 SLOTS = SlotOptions("slots", 5, "off")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made:
-    return engines(tmp_path_factory.mktemp("moe"))
 
 
 class _Counted:

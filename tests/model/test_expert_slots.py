@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import examples
 from tests.model.moe_checkpoints import write_moe
+from tests.model.moe_engines import read
 from tests.model.published import write_published
 from tests.model.test_streaming import NEXT, alike
 from toastkit.engine.batch import Batch
@@ -54,9 +55,7 @@ def opened(path: Path | str, amount: int | str | None = None, **rest) -> Engine:
 
 def answer(engine: Engine, chunk: int = 16, wish: Wish = NO_WISH) -> list[mx.array]:
     """Logits after the prompt, read in chunks, and after each token that follows."""
-    state = ModelState(engine.new_cache())
-    for _ in engine.reading(state, PROMPT, lambda: chunk):
-        pass
+    state = read(engine, PROMPT, chunk)
     found = [state.logits]
     for token in NEXT:
         engine.consume(state, token, wish)
@@ -292,11 +291,7 @@ def test_rows_of_a_batch(models) -> None:
     engine, whole = opened(models["qwen2_moe"], 3), opened(models["qwen2_moe"])
     found = []
     for made in (engine, whole):
-        states = []
-        for n in (6, 9, 12):
-            cache = made.new_cache()
-            states.append(ModelState(cache, PROMPT[:n], made.prefill(PROMPT[:n], cache)))
-        batch = Batch(made)
+        states, batch = [read(made, PROMPT[:n]) for n in (6, 9, 12)], Batch(made)
         batch.join(states)
         for token in (3, 4):
             batch.step([token, token + 1, token + 2])
@@ -329,10 +324,7 @@ def test_steps_say_what_they_wanted(models) -> None:
 def test_two_states_in_turn(models, expected) -> None:
     """What one has computed of slots, and nobody evaluated, is not spoilt by the other's."""
     engine = opened(models["qwen2_moe"], CHOSEN)
-    states = [ModelState(engine.new_cache()) for _ in range(2)]
-    for state in states:
-        for _ in engine.reading(state, PROMPT, lambda: 16):
-            pass
+    states = [read(engine, PROMPT) for _ in range(2)]
     found: list[list] = [[state.logits] for state in states]
     for a, b in zip(NEXT, reversed(NEXT)):
         for state, token, told in zip(states, (a, b), found):

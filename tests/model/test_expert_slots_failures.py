@@ -17,12 +17,10 @@ from tests.model.moe_engines import read
 from tests.model.published import write_published
 from tests.model.test_expert_slots import PROMPT, answer, opened
 from tests.model.test_streaming import alike
-from tests.model.test_streaming_failures import Disk, disk
+from tests.model.test_streaming_failures import Disk
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
 from toastkit.errors import DataError, IOFailure, NoInputError
-
-__all__ = ["disk"]  # a fixture
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
+from tests.model.moe_engines import read
 from tests.model.published import write_published
 from tests.model.test_expert_slots import CHOSEN, EXPERTS, NEXT, PROMPT, answer, opened
 from tests.model.test_streaming import alike
@@ -41,9 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def stepped(engine: Engine, token: int = 7) -> ModelState:
     """A state after a prompt and a step."""
-    state = ModelState(engine.new_cache())
-    for _ in engine.reading(state, PROMPT, lambda: 16):
-        pass
+    state = read(engine, PROMPT)
     engine.consume(state, token)
     mx.eval(state.logits)
     return state
@@ -80,11 +79,9 @@ def test_a_step_with_few_experts_names_those_of_the_whole(models) -> None:
     told = slots.foresight.last_choices()
     assert all(len(told[place]) == CHOSEN and few[place] <= set(told[place]) for place in few)
     whole = opened(models["olmoe"], 4)
-    state = ModelState(whole.new_cache())
     for block in (layer.switch.block for layer in whole.holdings.slots.layers):
         block.top_k = 1
-    for _ in whole.reading(state, PROMPT, lambda: 16):
-        pass
+    state = read(whole, PROMPT)
     for block in (layer.switch.block for layer in whole.holdings.slots.layers):
         block.top_k = CHOSEN
     whole.consume(state, 7)
@@ -100,9 +97,7 @@ def test_what_is_told_is_there_when_it_is_wanted(models) -> None:
     for told, depth in ((wanted, 1), (wanted, MAX_AHEAD), (wrong, 2), ({99: [0]}, 1)):
         engine = opened(models["olmoe"], CHOSEN)
         slots = engine.holdings.slots
-        state = ModelState(engine.new_cache())
-        for _ in engine.reading(state, PROMPT, lambda: 16):
-            pass
+        state = read(engine, PROMPT)
         before = slots.counts.as_map()
         slots.foresight.tell({n: list(some) for n, some in told.items()}, depth)
         engine.consume(state, 7)
@@ -204,9 +199,7 @@ def test_what_was_foreseen_wrongly_is_left_off(models, monkeypatch) -> None:
     plain = opened(models["olmoe"], CHOSEN)
     stepped(plain, 7)
     engine = opened(models["olmoe"], 4)
-    state, first = ModelState(engine.new_cache()), engine.holdings.slots.layers[0]
-    for _ in engine.reading(state, PROMPT, lambda: 16):
-        pass
+    state, first = read(engine, PROMPT), engine.holdings.slots.layers[0]
     wrong = min(set(range(EXPERTS)) - set(first.table.held) - choices_of(plain)[0])
     known, leave_off = threading.Event(), LayerSlots.leave_off
 

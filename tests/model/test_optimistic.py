@@ -18,7 +18,7 @@ from tests.model.published import write_published
 from tests.model.test_big_little import arrays, same
 from tests.model.test_expert_slots import CHOSEN, EXPERTS, NEXT, PROMPT, Lazily, opened
 from tests.model.test_streaming import alike
-from tests.model.test_streaming_failures import Disk, disk
+from tests.model.test_streaming_failures import Disk
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
@@ -30,7 +30,6 @@ from toastkit.holdings.optimistic import FIRST_PATIENCE, MAX_PATIENCE, Optimisti
 from toastkit.holdings.policy import NO_WISH, Wish
 from toastkit.residency.residency_options import ResidencyOptions
 
-__all__ = ["disk"]  # a fixture
 NAMES = ("qwen2_moe", "qwen3_moe_quantised", "qwen3_next", "gpt_oss")
 SLOTS = (EXPERTS - 1, CHOSEN, 5, CHOSEN + 1)
 

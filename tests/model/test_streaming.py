@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.model.checkpoints import tied_llama
+from tests.model.moe_engines import read
 from tests.model.published import write_published
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
@@ -55,10 +56,7 @@ def streaming(
 
 
 def read_prompt(engine: Engine) -> ModelState:
-    state = ModelState(engine.new_cache())
-    for _ in engine.reading(state, PROMPT, lambda: 16):
-        pass
-    return state
+    return read(engine, PROMPT)
 
 
 def answer(engine: Engine, before: Callable[[int], Wish] = lambda n: Wish()) -> list[mx.array]:

@@ -49,11 +49,6 @@ class Disk:
         monkeypatch.setattr(RawTensors, "fill", counted)
 
 
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    return Disk(monkeypatch)
-
-
 def in_turn(engine: Engine, state: ModelState, token: int, disk: Disk) -> int:
     """Runs a token with nothing read ahead of it; how many reads that took."""
     engine.holdings.streams.forget_ahead()
