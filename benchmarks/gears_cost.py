@@ -26,12 +26,14 @@ from toastkit.gears.cost import break_even_tokens
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.plan import GearPlan, plan
 from toastkit.gears.selector import GearSelector, SelectorOptions
+from toastkit.holdings.packed import dense_bytes
 from toastkit.holdings.policy import Wish
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.native.starting import NativeOptions
 from toastkit.store.bake import bake
+from toastkit.store.precision import Rows
 from toastkit.store.store import Store
 
 SCOPES, PATHS = ("attention", "all"), ("fused", "dequant")
@@ -175,8 +177,8 @@ def touched(engine: Engine) -> float:
             if isinstance(value, mx.array) and not name.startswith("_")
         }
         size = float(sum(array.nbytes for array in arrays.values()))
-        if getattr(module, "dense_bytes", 0):
-            size += module.dense_bytes - module.packed_bytes
+        if dense := dense_bytes(module):  # it is read in place of what it was made from
+            size += dense - sum(arrays[name].nbytes for name in Rows._fields)
         if hasattr(module, "num_experts") and "weight" in arrays:
             size *= raw["num_experts_per_tok"] / module.num_experts
         if isinstance(module, nn.Embedding) and not raw.get("tie_word_embeddings"):
