@@ -247,10 +247,10 @@ def test_a_budget_holds_layers_and_slots(models, expected) -> None:
     assert engine.ledger.total() <= size
 
 
-@pytest.mark.parametrize("gear", ["low", "mid"])
-def test_slots_hold_experts_in_a_gear(models, gear: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("gear", "by"), [("low", "dequant"), ("mid", "fused")])
+def test_slots_hold_experts_in_a_gear(models, gear: str, by: str, tmp_path: Path) -> None:
     """Made as they are fetched, or as they were baked: then less is read."""
-    path, options = models["qwen2_moe"], GearOptions(gear, "all")
+    path, options = models["qwen2_moe"], GearOptions(gear, "all", path=by)
     plain = answer(opened(path, gear_options=options), wish=Wish(gear))
     made = opened(path, 5, gear_options=options)
     assert alike(answer(made, wish=Wish(gear)), plain)
