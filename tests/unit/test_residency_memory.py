@@ -264,7 +264,7 @@ def test_what_the_system_lacks_is_no_bug() -> None:
             RuntimeError("Resource temporarily unavailable"),  # as MLX says it
         ),
     }
-    for tell in (cli._unexpected, as_toast_error):
+    for tell in (lambda error: cli._told(error, "toast"), as_toast_error):
         for said, error in ((said, e) for said, errors in lacks.items() for e in errors):
             told = tell(error)
             assert told.code == 74 and told.message.startswith(said) and told.hint is None

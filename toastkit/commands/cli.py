@@ -270,7 +270,6 @@ def open_standard_streams() -> set[int]:
 
 
 def _outcome(entry: click.Command, name: str, closed: set[int]) -> int:
-    debug = "--debug" in sys.argv[1:] or os.environ.get("TOAST_DEBUG", "0") not in ("", "0")
     try:
         if 1 in closed and WRITES.get(name):
             raise IOFailure("cannot write: standard output is closed")
@@ -279,18 +278,12 @@ def _outcome(entry: click.Command, name: str, closed: set[int]) -> int:
         return code
     except click.exceptions.Exit as done:
         return done.exit_code
-    except click.ClickException as error:
-        return _report(name, _misuse(error, name), debug, True)
-    except ToastError as error:
-        return _report(name, error, debug, True)
     except (KeyboardInterrupt, click.Abort):
         return 130
     except BrokenPipeError:
         die_by_sigpipe()
-    except OSError as error:
-        return _report(name, from_os_error(error, _place(error)), debug, cause=error)
     except Exception as error:
-        return _report(name, _unexpected(error), debug, cause=error)
+        return _report(error, name)
 
 
 def _place(error: OSError) -> str:
@@ -313,30 +306,39 @@ def _invoke(entry: click.Command, name: str) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _report(
-    name: str,
-    error: ToastError,
-    debug: bool,
-    send: bool = False,
-    cause: BaseException | None = None,
-) -> int:
-    """Report an error on stderr, with debug its traceback (cause: the exception to show). send:
-    also down the pipe, unless that has been done."""
-    if debug:
+def _report(raised: Exception, name: str) -> int:
+    """Report on stderr what a command raised, with --debug its traceback, and return the exit code.
+    A failure that is no accident also goes down the pipe, unless that has been done."""
+    error = _told(raised, name)
+    foreseen = isinstance(raised, (ToastError, click.ClickException))
+    if "--debug" in sys.argv[1:] or os.environ.get("TOAST_DEBUG", "0") not in ("", "0"):
         import traceback
 
-        for part in traceback.format_exception(cause or error.__cause__ or error):
+        cause = (error.__cause__ or error) if foreseen else raised
+        for part in traceback.format_exception(cause):
             for line in part.splitlines():
                 _tell(line)
     if not isinstance(error, RemoteError):
         print_error(error, name)
     elif not _stdin_is_live():
         print_error(error, f"{name}: {error.stage}")
-    if send and not error.sent and _writes_frames(name):
+    if foreseen and not error.sent and _writes_frames(name):
         from toastkit.commands.pipes import send_error
 
         send_error(error, name)
     return error.code
+
+
+def _told(raised: Exception, name: str) -> ToastError:
+    """The error to report; that of a bug says where to look."""
+    if isinstance(raised, click.ClickException):
+        return _misuse(raised, name)
+    if isinstance(raised, OSError):
+        return from_os_error(raised, _place(raised))
+    error = as_toast_error(raised)
+    if error is not raised and type(error) is ToastError:
+        error.hint = "--debug shows where"
+    return error
 
 
 def _writes_frames(name: str) -> bool:
@@ -367,14 +369,6 @@ def _stdin_is_live() -> bool:
     from toastkit.descriptors import is_pipe
 
     return is_pipe(0)
-
-
-def _unexpected(error: Exception) -> ToastError:
-    """As as_toast_error, with a hint where to look for a bug."""
-    told = as_toast_error(error)
-    if type(told) is ToastError:
-        told.hint = "--debug shows where"
-    return told
 
 
 def _misuse(error: click.ClickException, name: str) -> UsageError:
