@@ -147,7 +147,7 @@ def _merge_group_flag(context: click.Context, parameter: click.Parameter, value:
 
 def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value and not context.resilient_parsing:
-        click.echo(f"{_program(context)} {__version__}")
+        click.echo(f"{program(context)} {__version__}")
         context.exit()
 
 
@@ -155,12 +155,12 @@ def _show_page(context: click.Context, parameter: click.Parameter, value: bool) 
     if value and not context.resilient_parsing:
         from toastkit.commands.man import open_page
 
-        open_page(_program(context))
+        open_page(program(context))
 
 
 def _show_completion(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
     if value and not context.resilient_parsing:
-        name = _program(context)
+        name = program(context)
         click.echo(script(context.command, name, _completes(name), value))
         context.exit()
 
@@ -195,7 +195,7 @@ def refuse_together(context: click.Context, reason: str, *names: str) -> None:
 
 def say(line: str) -> None:
     """Write one line to stderr, after the command's name."""
-    _tell(f"{_program()}: {line}")
+    _tell(f"{program()}: {line}")
 
 
 def _tell(line: str) -> None:
@@ -214,7 +214,7 @@ def _tell(line: str) -> None:
         sys.stderr = open(os.devnull, "w")
 
 
-def _program(context: click.Context | None = None) -> str:
+def program(context: click.Context | None = None) -> str:
     """The executable's name, in a subcommand too."""
     context = context or click.get_current_context(silent=True)
     if context is not None:
@@ -302,8 +302,7 @@ def _invoke(entry: click.Command, name: str) -> int:
     if instruction := os.environ.get(_completes(name)):
         return complete(entry, name, _completes(name), instruction)
     with entry.make_context(name, sys.argv[1:]) as context:
-        code = entry.invoke(context)
-    return code if isinstance(code, int) else 0
+        return entry.invoke(context)
 
 
 def _report(raised: Exception, name: str) -> int:

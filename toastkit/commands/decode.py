@@ -122,7 +122,7 @@ def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
         return run_reports.told(made) if flags["verbose"] else made
 
     try:
-        return run_filter(build, "decode", first, heeds=flags["force"] != "-")
+        return run_filter(build, first, heeds=flags["force"] != "-")
     finally:
         engines.close()
 

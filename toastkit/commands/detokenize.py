@@ -46,7 +46,6 @@ def detokenize(context: click.Context, **flags) -> int:
     write = None if flags["as_frames"] else TextWriter(not flags["no_newline"])
     code = run_filter(
         lambda frames, signals: stage(frames, tokenizer_for, settings, PipeFeed(), outcome),
-        "detokenize",
         write=write,
     )
     return code or check_length(outcome, flags["fail_on_length"])

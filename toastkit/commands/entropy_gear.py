@@ -50,7 +50,7 @@ def _filter(flags: dict[str, Any]) -> int:
         annotated = gear(frames, rules)
         return annotated if explain is None else tallied(annotated, explain)
 
-    return run_filter(build, "entropy-gear")
+    return run_filter(build)
 
 
 def _calibrate(context: click.Context, strategy: str, flags: dict[str, Any]) -> int:

@@ -83,14 +83,12 @@ def _follow(path: str | None, ignore_eos: bool) -> int:
     while (first := os.read(0, 1)).isspace():  # skip blank lines, and blanks
         pass
     if starts_frames(first):
-        return run_filter(
-            lambda frames, signals: feed_tokens(frames, path, ignore_eos), "feed", first
-        )
+        return run_filter(lambda frames, signals: feed_tokens(frames, path, ignore_eos), first)
     source = WatchedInput(first)
     frames = json_frames(source) if first == b"{" else bare_ids(source)
     if first != b"{" and path is None:
         raise UsageError("which run? give --run or --session, or let a head frame name it")
-    return run_filter(lambda _, signals: feed_tokens(frames, path, ignore_eos), "feed")
+    return run_filter(lambda _, signals: feed_tokens(frames, path, ignore_eos))
 
 
 def main() -> None:

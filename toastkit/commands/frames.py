@@ -108,7 +108,7 @@ def _copy(flags: dict[str, Any], chosen: Callable, reader: LogitsReader) -> int:
             return chosen(json_frames(WatchedInput()))
         return chosen(source if is_pipe(1) else _declining(source))
 
-    return run_filter(build, "frames", write=write)
+    return run_filter(build, write=write)
 
 
 def _json_writer(flags: dict[str, Any], reader: LogitsReader) -> Callable[[Frame], None]:

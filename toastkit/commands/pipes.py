@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
-from toastkit.commands import program_name
-from toastkit.commands.cli import die_by_sigpipe, print_error
+from toastkit.commands.cli import die_by_sigpipe, print_error, program
 from toastkit.descriptors import GONE
 from toastkit.errors import (
     FrameError,
@@ -108,7 +107,6 @@ def frames_in(first: bytes = b"", signals: Signals | None = None) -> Iterator[Fr
 
 def run_filter(
     build: Callable[[Iterable[Frame], Signals], Iterator[Frame]],
-    name: str,
     first: bytes = b"",
     write: Callable[[Frame], None] | None = None,
     heeds: bool = False,
@@ -142,7 +140,7 @@ def run_filter(
         _close(stage)
         told = from_os_error(error, "i/o") if isinstance(error, OSError) else error
         if sends_frames and isinstance(told, Exception):
-            send_error(as_toast_error(told), program_name(name))
+            send_error(as_toast_error(told), program())
         if told is error:
             raise
         raise told from error
@@ -180,7 +178,7 @@ def _close(stage: Iterator[Frame]) -> None:
     try:
         stage.close()  # type: ignore[attr-defined]  # all stages are generators
     except ToastError as error:
-        print_error(error, os.path.basename(sys.argv[0]))
+        print_error(error, program())
 
 
 def send_error(error: ToastError, name: str) -> None:

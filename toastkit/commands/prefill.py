@@ -40,7 +40,7 @@ def prefill(context: click.Context, **flags) -> int:
         return _told(made, engines) if flags["verbose"] else made
 
     try:
-        return run_filter(build, "prefill", heeds=True)
+        return run_filter(build, heeds=True)
     finally:
         engines.close()
 

@@ -35,9 +35,7 @@ def sample(context: click.Context, **flags) -> int:
 
     options.sampling_options(flags, {}, 0)  # refuse bad values before the first frame
     feed = PipeFeed(send=not flags["no_feed"])
-    return run_filter(
-        lambda frames, signals: _ending(stage(frames, sampler_for, feed), feed), "sample"
-    )
+    return run_filter(lambda frames, signals: _ending(stage(frames, sampler_for, feed), feed))
 
 
 def _ending(frames: Iterator[Frame], feed: PipeFeed) -> Iterator[Frame]:
