@@ -146,7 +146,7 @@ def test_nobody_answers(tmp_path: Path, kind: str) -> None:
     with pytest.raises(UnavailableError, match=f"no daemon answers at {path}"):
         list(SocketBackend(str(path)).ask(ASK))
     with pytest.raises(UnavailableError, match=f"no daemon answers at {path}"):
-        control(str(path), "status")
+        control(str(path), "status", SECONDS)
 
 
 def test_what_another_user_listens_at_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,14 +164,14 @@ def test_what_another_user_listens_at_is_not_asked(monkeypatch: pytest.MonkeyPat
 
 def test_control() -> None:
     with FakeDaemon([{"progress": {"loading": "x"}}, {"status": {"pid": 5}}]) as daemon:
-        assert control(daemon.path, "status") == {"status": {"pid": 5}}
+        assert control(daemon.path, "status", SECONDS) == {"status": {"pid": 5}}
         assert daemon.request == {"op": "status"}
     with FakeDaemon(failure(69, "the daemon is shutting down", "wait"), [DROP], [HOLD]) as daemon:
         with pytest.raises(UnavailableError, match="shutting down") as caught:
-            control(daemon.path, "stop")
+            control(daemon.path, "stop", SECONDS)
         assert caught.value.hint == "wait"
         with pytest.raises(UnavailableError, match="closed the conn"):
-            control(daemon.path, "stop")
+            control(daemon.path, "stop", SECONDS)
         with pytest.raises(UnavailableError, match="does not answer"):
             control(daemon.path, "health", timeout=0.05)
         assert daemon.gone.wait(SECONDS)

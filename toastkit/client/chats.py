@@ -33,13 +33,13 @@ Message = dict[str, Any]
 
 
 class Chat:
-    """A conversation. name: None if unnamed. messages: so far, as a backend takes them. path: its
-    file, which need not exist."""
+    """A conversation, at first without messages. name: None if unnamed. messages: so far, as a
+    backend takes them. path: its file, which need not exist."""
 
-    def __init__(self, name: str | None, messages: list[Message] | None = None):
+    def __init__(self, name: str | None):
         self.name = name
         self.path = chats_root() / ((UNNAMED if name is None else name) + SUFFIX)
-        self.messages = messages or []
+        self.messages: list[Message] = []
 
     @property
     def system(self) -> str | None:

@@ -94,18 +94,14 @@ def connect(
     return None if connection is None else SocketBackend(path, connection, interrupts, watch)
 
 
-def control(
-    path: str, op: str, timeout: float | None = None, to_end: bool = False
-) -> dict[str, Any]:
+def control(path: str, op: str, timeout: float, to_end: bool = False) -> dict[str, Any]:
     """The daemon's reply to `op`: status, stop, health, reload.
 
-    timeout: seconds, None for no limit. to_end: wait until the daemon has closed the connection,
-    which it does last of all. Raises the error that the daemon replies with, and UnavailableError
-    if none answers, or not in time; to_end: BusyError.
+    timeout: seconds. to_end: wait until the daemon has closed the connection, which it does last of
+    all. Raises the error that the daemon replies with, and UnavailableError if none answers, or not
+    in time; to_end: BusyError.
     """
-    connection = _connected(path)
-    deadline = None if timeout is None else time.monotonic() + timeout
-    wire = Wire(connection, path, deadline=deadline)
+    wire = Wire(_connected(path), path, deadline=time.monotonic() + timeout)
     last: dict[str, Any] | None = None
     try:
         wire.send({"op": op})

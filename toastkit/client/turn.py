@@ -48,16 +48,16 @@ class TurnSettings(NamedTuple):
 
     options: dict[str, Any]
     output: Callable[[], Output]
-    model: str | None = None
-    resident: str | None = None
-    experts: str | None = None
-    tools: list[dict] | None = None
-    progress: Progress | None = None
-    keep: bool = True
-    extract: bool = False
-    fail_on_length: bool = False
-    tell: tuple[Callable[[dict[str, Any]], object], ...] = ()
-    lines: Lines | None = None
+    model: str | None
+    resident: str | None
+    experts: str | None
+    tools: list[dict] | None
+    progress: Progress | None
+    keep: bool
+    extract: bool
+    fail_on_length: bool
+    tell: tuple[Callable[[dict[str, Any]], object], ...]
+    lines: Lines
 
 
 class Turns:
@@ -81,8 +81,7 @@ class Turns:
             try:
                 self._follow(self._request(question), answer)
             finally:
-                if self._settings.lines is not None:
-                    self._settings.lines.release()
+                self._settings.lines.release()
             self._keep(question, answer)
         except BrokenPipeError:
             self._keep(question, answer)
@@ -117,7 +116,7 @@ class Turns:
                 if progress is not None:
                     progress.put(reply)
                 _check(reply)
-                if "text" in reply and self._settings.lines is not None:
+                if "text" in reply:
                     self._settings.lines.hold()
                 answer.take(reply)
                 output.put(reply)
