@@ -48,6 +48,14 @@ def check_answers(script: str, output: str) -> int:
     return len(asked)
 
 
+def begin(name: str, *arguments: object, **settings) -> subprocess.Popen | Process:
+    """A command's process that runs, with pipes for its output and errors, and nothing to read.
+    settings: others, of tests.forked.start."""
+    pipe = subprocess.PIPE
+    streams = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe}
+    return start(name, *arguments, **{**streams, **settings})
+
+
 class Pipeline:
     """The six stages, or some of them, running. extra: arguments by stage. lines: what tokenize
     reads."""
@@ -70,9 +78,7 @@ class Pipeline:
             arguments = list((extra or {}).get(name, []))
             if name == "tokenize" and prompt:
                 arguments.append(prompt)
-            process = start(
-                name, *arguments, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
+            process = begin(name, *arguments, stdin=source)
             if source is not subprocess.DEVNULL:
                 source.close()
             source = process.stdout

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.daemons import Daemon
-from tests.forked import executable, start
-from tests.pipes.pipelines import STORY, TIMEOUT, WHO, WHO_ANSWER
+from tests.forked import executable
+from tests.pipes.pipelines import STORY, TIMEOUT, WHO, WHO_ANSWER, begin
 from tests.pipes.test_failures import stored
 from tests.pipes.test_pipeline import frames_of
 from tests.unit.daemon_front import eventually
@@ -234,7 +234,7 @@ def test_two_runs_and_a_conversation_at_once(daemon: Daemon) -> None:
     answers = {WHO: WHO_ANSWER, "What is the capital of Peru?": b"The capital of Peru is Lima.\n"}
     running = []
     for prompt in answers:
-        running.append(begin("--temp", "0", "--each-line", stdin=subprocess.PIPE))
+        running.append(begin("decode", "--temp", "0", "--each-line", stdin=subprocess.PIPE))
         running[-1].stdin.write(f"{prompt}\n".encode() * 2)
         running[-1].stdin.close()
         running[-1].stdin = None
@@ -245,16 +245,11 @@ def test_two_runs_and_a_conversation_at_once(daemon: Daemon) -> None:
     assert [said.tokens for said in found] == [alone.tokens] * 2
 
 
-def begin(*arguments: str, stdin: int = subprocess.DEVNULL):
-    """toast-decode on text, running."""
-    return start("decode", *arguments, stdin=stdin, stdout=subprocess.PIPE)
-
-
 def test_a_second_writer_is_told_of_the_first(toast, tmp_path: Path) -> None:
     """The daemon has a copy of the lock; the one who has the session is the executable."""
     session = str(tmp_path / "session")
-    first = begin("--ignore-eos", "--session", session, STORY)
-    assert first.stdout is not None and first.stdout.read(1)
+    first = begin("decode", "--ignore-eos", "--session", session, STORY)
+    assert first.stdout.read(1)
     second = toast("decode", "--session", session, WHO)
     message = f"toast-decode: session {session} is in use by another writer (process {first.pid})"
     assert second.returncode == 75 and second.stderr.decode().splitlines()[0] == message

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.daemons import Daemon
-from tests.forked import start
-from tests.pipes.pipelines import STORY, TIMEOUT, WHO, WHO_ANSWER, Pipeline
+from tests.pipes.pipelines import STORY, TIMEOUT, WHO, WHO_ANSWER, Pipeline, begin
 from tests.pipes.test_failures import stored
 from tests.unit.daemon_front import eventually
 
@@ -26,12 +24,6 @@ def nearby(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Daemon:
     return daemon
 
 
-def begin(*arguments: str):
-    """toast-decode on text, running."""
-    pipe = subprocess.PIPE
-    return start("decode", *arguments, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
-
-
 def attached(daemon: Daemon) -> int:
     """Runs that have a state in the daemon."""
     return daemon.control("status")["attached"]
@@ -42,8 +34,8 @@ def attached(daemon: Daemon) -> int:
 
 def test_killed_in_mid_answer_it_leaves_nothing_behind(nearby: Daemon, tmp_path: Path, toast):
     session = str(tmp_path / "session")
-    process = begin(*ENDLESS, "--session", session, STORY)
-    assert process.stdout is not None and process.stdout.read1(20)  # type: ignore[attr-defined]
+    process = begin("decode", *ENDLESS, "--session", session, STORY)
+    assert process.stdout.read1(20)
     assert attached(nearby) == 1 and nearby.control("status")["ledger"]["cache"] > 0
     process.kill()
     process.communicate()
@@ -57,7 +49,7 @@ def test_killed_in_mid_answer_it_leaves_nothing_behind(nearby: Daemon, tmp_path:
 
 def test_killed_in_mid_prefill_it_frees_its_session(nearby: Daemon, tmp_path: Path, toast):
     session = tmp_path / "session"
-    process = begin("--chunk", "8", "--session", str(session), LONG)
+    process = begin("decode", "--chunk", "8", "--session", str(session), LONG)
     eventually(lambda: attached(nearby))
     process.kill()
     process.communicate()
@@ -73,15 +65,15 @@ def test_stopped_it_commits_and_frees_its_session_before_it_ends(
     nearby: Daemon, tmp_path: Path, number: int, status: int
 ):
     session = tmp_path / "session"
-    process = begin(*ENDLESS, "--session", str(session), STORY)
+    process = begin("decode", *ENDLESS, "--session", str(session), STORY)
     # Several tokens, so that some were read by the model and not only shown.
-    assert process.stdout is not None and process.stdout.read(40)
+    assert process.stdout.read(40)
     if number == signal.SIGINT:
         process.send_signal(number)
         _, errors = process.communicate(timeout=TIMEOUT)
     else:
         process.stdout.close()
-        errors = process.stderr.read() if process.stderr is not None else b""
+        errors = process.stderr.read()
     assert (process.wait(TIMEOUT), errors) == (status, b"")
     assert len(stored(session)[0]) > 19  # takes the lock, at once
     assert attached(nearby) == 0
@@ -110,10 +102,10 @@ def test_the_daemon_is_killed_in_mid_run(tmp_path: Path, monkeypatch: pytest.Mon
     with Daemon("crumb", "--no-audit", "--spill", "0") as daemon:
         monkeypatch.setenv("TOAST_SOCKET", str(daemon.socket))
         pipeline = Pipeline(STORY, {"sample": ["--ignore-eos"], "prefill": ["--session", session]})
-        text = begin(*ENDLESS, "--session", other, STORY)
-        reading = begin("--chunk", "8", "--session", str(tmp_path / "unborn"), LONG)
+        text = begin("decode", *ENDLESS, "--session", other, STORY)
+        reading = begin("decode", "--chunk", "8", "--session", str(tmp_path / "unborn"), LONG)
         pipeline.first_output()
-        assert text.stdout is not None and text.stdout.read1(20)  # type: ignore[attr-defined]
+        assert text.stdout.read1(20)
         eventually(lambda: attached(daemon) == 3)
         daemon.kill()
         result = pipeline.finish()
@@ -133,9 +125,8 @@ def test_the_daemon_is_told_to_end_at_once_in_mid_run(tmp_path: Path, monkeypatc
     session = tmp_path / "session"
     with Daemon("crumb", "--no-audit", "--spill", "0") as daemon:
         monkeypatch.setenv("TOAST_SOCKET", str(daemon.socket))
-        process = begin(*ENDLESS, "--session", str(session), STORY)
-        assert process.stdout is not None and process.stdout.read(40)
-        assert daemon.process is not None
+        process = begin("decode", *ENDLESS, "--session", str(session), STORY)
+        assert process.stdout.read(40)
         daemon.process.terminate()
         eventually(lambda: not daemon.socket.exists())  # the first signal has been seen
         daemon.process.terminate()
@@ -160,10 +151,8 @@ def test_an_idle_daemon_unloads_and_a_run_goes_on(monkeypatch: pytest.MonkeyPatc
         assert result.statuses == [0] * 6, result.errors
         assert (first + result.out).startswith(WHO_ANSWER.rstrip(b"\n"))
 
-        text = begin("-n", "40", *ENDLESS, WHO)
-        assert text.stdout is not None
-        some = text.stdout.read1(20)  # type: ignore[attr-defined]
-        assert daemon.process is not None
+        text = begin("decode", "-n", "40", *ENDLESS, WHO)
+        some = text.stdout.read1(20)
         daemon.process.send_signal(signal.SIGTERM)
         eventually(lambda: not daemon.socket.exists())
         rest, errors = text.communicate(timeout=TIMEOUT)

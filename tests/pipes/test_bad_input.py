@@ -78,7 +78,6 @@ def test_lines_are_read_one_by_one(toast: Toast):
     """So that a line that came is answered before the next one comes."""
     command = [executable("tokenize"), "--count", "--each-line", "--raw"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdin is not None and child.stdout is not None
         for line in (b"a\n", b"\n\na b c d\r\n"):
             child.stdin.write(line)
             child.stdin.flush()

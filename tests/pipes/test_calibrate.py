@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import start
 from tests.native_library import own_cache
+from tests.pipes.pipelines import begin
 from toastkit.descriptors import unread_bytes
 from toastkit.gears import thresholds
 from toastkit.gears.calibration import Thresholds
@@ -158,10 +158,7 @@ def test_options_of_a_calibration_need_one(toast) -> None:
 
 def test_an_interrupted_calibration_stores_nothing(cache_home: Path) -> None:
     thresholds.save(MARK, TIGHT)
-    process = start(
-        "entropy-gear", "--calibrate", "prefill",
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    process = begin("entropy-gear", "--calibrate", "prefill", stdin=subprocess.PIPE)
     process.stdin.write(b"The first half of a prompt ")
     process.stdin.flush()
     deadline = time.monotonic() + 60

@@ -55,9 +55,8 @@ def at_once(*calls: Callable[[], Answer]) -> list[Answer]:
 
 def resident(daemon: Daemon) -> int:
     """Bytes of memory that the daemon's process has."""
-    assert daemon.process is not None
     text = Path(f"/proc/{daemon.process.pid}/status").read_text()
-    return int(re.search(r"VmRSS:\s+(\d+) kB", text).group(1)) << 10  # type: ignore[union-attr]
+    return int(re.search(r"VmRSS:\s+(\d+) kB", text).group(1)) << 10
 
 
 # ------------------------------------------------------------------------------------- same tokens
@@ -136,7 +135,6 @@ def test_a_long_prompt_is_not_read_twice_when_its_answer_was_cut_off() -> None:
 def test_connections_garbage_and_cancelled_requests_leave_no_trace(daemon: Daemon) -> None:
     daemon.ask(prompt=WHO)
     eventually(lambda: daemon.control("status")["connections"] == 1)
-    assert daemon.process is not None
     descriptors = Path(f"/proc/{daemon.process.pid}/fd")
     before, memory = len(os.listdir(descriptors)), resident(daemon)
     for _ in range(1000):
@@ -201,7 +199,6 @@ def test_term_lets_an_answer_end_and_takes_no_more() -> None:
         options = {"temperature": 0, "max_tokens": 24}
         replies = daemon.replies({"prompt": STORY, "options": options})
         assert any("text" in reply for reply in replies)
-        assert daemon.process is not None
         daemon.process.send_signal(signal.SIGTERM)
         eventually(lambda: not daemon.socket.exists())
         assert list(replies)[-1]["end"]["n"] == 24
@@ -226,7 +223,7 @@ def test_in_the_background_and_stopped() -> None:
     with Daemon() as daemon:
         stopped = daemon.toast("toasted", "stop")
         assert (stopped.returncode, stopped.stderr) == (0, b"")
-        assert daemon.process is not None and daemon.process.wait(30) == 0
+        assert daemon.process.wait(30) == 0
         assert daemon.toast("toasted", "status").returncode == 69
         begun = daemon.toast("toasted", "-v", "--daemon", "--no-audit")
         assert begun.returncode == 0, begun.stderr
@@ -285,7 +282,6 @@ def test_hangup_looks_at_the_model_again(tmp_path: Path) -> None:
         before = daemon.control("status")["fingerprint"]
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 99}))
-        assert daemon.process is not None
         daemon.process.send_signal(signal.SIGHUP)
         eventually(lambda: daemon.control("status")["fingerprint"] != before)
         with pytest.raises(Refused):

@@ -137,7 +137,6 @@ def test_a_daemon(private_home) -> None:
         *_, stats, end = daemon.replies({"prompt": "Hi!", "options": {"max_tokens": 4}})
         assert end["end"]["n"] == 4 and stats["stats"]["slots"]["wanted"] > 0
         held = sum(daemon.control("status")["ledger"].values())
-        assert daemon.process is not None
         daemon.process.send_signal(signal.SIGUSR1)  # at once where nothing is under way
         eventually(lambda: daemon.control("status")["slots"]["slots"] == 4)
         eventually(lambda: sum(daemon.control("status")["ledger"].values()) < held)

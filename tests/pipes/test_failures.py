@@ -14,8 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import start
-from tests.pipes.pipelines import STAGES, STORY, TIMEOUT, WHO, WHO_ANSWER, Pipeline, run_pipeline
+from tests.pipes.pipelines import (
+    STAGES,
+    STORY,
+    TIMEOUT,
+    WHO,
+    WHO_ANSWER,
+    Pipeline,
+    begin,
+    run_pipeline,
+)
 from toastkit.frames import End, FrameReader
 
 HANDOVER_SECONDS = 2  # of stages.run.pipe_prefill, which imports MLX
@@ -81,7 +89,7 @@ def test_one_stage_is_told_to_end(stage: str, number: int, statuses: list[int]):
 @pytest.mark.parametrize("name", ["sample", "frames"])
 def test_a_filter_that_waits_is_told_to_end(toast, name: str):
     stream = toast("tokenize", WHO).stdout
-    process = start(name, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = begin(name, stdin=subprocess.PIPE)
     process.stdin.write(stream)
     process.stdin.flush()
     first = os.read(process.stdout.fileno(), 1)  # it has begun
@@ -134,7 +142,7 @@ def test_prefill_does_not_wait_where_frames_are_only_looked_at(
         prefill = subprocess.Popen(
             [sys.executable, "-c", PATIENT], stdin=source, stdout=subprocess.PIPE
         )
-        frames = start("frames", *arguments, stdin=prefill.stdout, stdout=out)
+        frames = begin("frames", *arguments, stdin=prefill.stdout, stdout=out)
     prefill.stdout.close()
     try:
         assert [process.wait(TIMEOUT) for process in (prefill, frames)] == [0, 0]
@@ -195,10 +203,7 @@ def test_an_interrupt_commits_and_prints_what_there_is(number: int, status: int,
 @pytest.mark.parametrize("reader", ["gone", "waiting"])
 def test_one_process_is_interrupted_or_has_no_reader(reader: str, tmp_path: Path):
     session = tmp_path / "session"
-    process = start(
-        "decode", "--ignore-eos", "--session", session, STORY,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    process = begin("decode", "--ignore-eos", "--session", session, STORY)
     text = process.stdout.read1(20)
     if reader == "gone":
         process.stdout.close()
@@ -245,10 +250,8 @@ def test_a_full_disk_keeps_the_earlier_commit(toast, tmp_path: Path):
     assert toast("decode", "--session", session, WHO).stdout == WHO_ANSWER
     before = stored(session)
     for limit in (8 << 10, 40 << 10, 500 << 10):
-        pipe = subprocess.PIPE
-        process = start(
-            "decode", "--session", session, "--each-line", stdin=pipe, stdout=pipe, stderr=pipe
-        )
+        words = ("decode", "--session", session, "--each-line")
+        process = begin(*words, stdin=subprocess.PIPE)
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))  # before it reads
         _, errors = process.communicate(STORY.encode(), timeout=TIMEOUT)
         assert process.returncode == 74
@@ -279,8 +282,7 @@ def test_a_forced_token_that_cannot_be_is_told_once(tmp_path: Path):
 def test_a_recorded_error_is_told(toast, tmp_path: Path):
     (tmp_path / "run.frames").write_bytes(toast("tokenize", "hello " * 9000).stdout)
     with open(tmp_path / "run.frames", "rb") as source:
-        pipe = subprocess.PIPE
-        process = start("detokenize", stdin=source, stdout=pipe, stderr=pipe)
+        process = begin("detokenize", stdin=source)
         _, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 65
     assert errors.startswith(b"toast-detokenize: toast-tokenize: the prompt has 9010 tokens")
@@ -304,8 +306,7 @@ def test_what_cannot_be_said_changes_nothing_else(
     else:
         other, end = os.pipe()
         os.close(other)
-    null, pipe = subprocess.DEVNULL, subprocess.PIPE
-    process = start(*command, stdin=null, stdout=pipe, stderr=end)
+    process = begin(*command, stderr=end)
     os.close(end)
     assert process.communicate(timeout=TIMEOUT)[0] == out
     assert process.returncode == code

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.forked import Process, start
+from tests.forked import Process
 from tests.pipes.conftest import Model
 from tests.pipes.fake_hub import FakeHub, serving
+from tests.pipes.pipelines import begin
 from tests.pipes.test_toast_model import ok, refused
 from toastkit.frames import Head, Tokens, dumps, pack_ids
 from toastkit.model.locate import locate
@@ -61,10 +62,9 @@ def stalled(
             "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HUB_DOWNLOAD_TIMEOUT": "1",
             "XDG_DATA_HOME": str(folder / "data"), "HF_HOME": str(folder / "hf"),
         }  # fmt: skip
-        pipe = subprocess.PIPE
-        process = start("model", "pull", "org/name", env=env, stdout=pipe, stderr=pipe)
+        process = begin("model", "pull", "org/name", env=env)
         elsewhere = {"HF_ENDPOINT": busy.url, "HF_HOME": str(folder / "busy")}
-        refused = start("model", "pull", "org/name", env={**env, **elsewhere}, stderr=pipe)
+        refused = begin("model", "pull", "org/name", env={**env, **elsewhere})
         yield Stalled(hub, env, process, folder, refused)
         for one in (process, refused):
             one.kill()
@@ -164,7 +164,7 @@ def test_a_pull_that_stalls(stalled: Stalled) -> None:
     left = blobs(folder)
     assert not any("incomplete" in name for name in left)
     hub.sent.clear()
-    process = start("model", "pull", "org/name", env={**env, "HF_HUB_DOWNLOAD_TIMEOUT": "600"})
+    process = begin("model", "pull", "org/name", env={**env, "HF_HUB_DOWNLOAD_TIMEOUT": "600"})
     while not hub.sent and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)

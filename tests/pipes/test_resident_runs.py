@@ -8,15 +8,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.daemons import Daemon
-from tests.forked import start
-from tests.pipes.pipelines import STORY, TIMEOUT, Pipeline
+from tests.pipes.pipelines import STORY, TIMEOUT, Pipeline, begin
 from tests.unit.daemon_front import eventually
 from toastkit.model.locate import CRUMB
 
@@ -160,10 +158,8 @@ def test_a_daemon_streams_for_all(plain) -> None:
 def test_conversations_that_step_together(plain) -> None:
     with Daemon("crumb", "--resident", "0") as daemon:
         waiting = [
-            start("toast", *GREEDY, "--no-history", STORY, env=daemon.environment,
-                  stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            for _ in range(2)
-        ]  # fmt: skip
+            begin("toast", *GREEDY, "--no-history", STORY, env=daemon.environment) for _ in range(2)
+        ]
         answers = {process.communicate(timeout=TIMEOUT)[0] for process in waiting}
     assert len(answers) == 1
     assert "".join(token["text"] for token in plain) in answers.pop().decode()
@@ -196,11 +192,7 @@ def test_a_checkpoint_that_changes_in_mid_run(toast, tmp_path: Path, harm: str) 
     model, session = tmp_path / "m.toast", tmp_path / "s"
     shutil.copy(CRUMB, model)
     flags = ["-m", str(model), "--json", "--temp", "0", "--ignore-eos", "--session", str(session)]
-    process = start(
-        "decode", "--resident", "1", *flags, STORY,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None
+    process = begin("decode", "--resident", "1", *flags, STORY)
     lines = process.stdout.readline() + process.stdout.readline()
     if harm == "removed":
         model.unlink()
@@ -222,13 +214,10 @@ def test_a_checkpoint_that_changes_in_mid_run(toast, tmp_path: Path, harm: str) 
 # ------------------------------------------------------------------------------ memory warnings
 
 
-def warned(name: str, *arguments: str, stdin: Any = subprocess.DEVNULL):
+def warned(name: str, *arguments: str) -> tuple[list[str], str]:
     """Runs a command that writes as it goes, with a memory warning after its first output; what it
     wrote, line by line, and said."""
-    process = start(
-        name, *arguments, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )  # fmt: skip
-    assert process.stdout is not None
+    process = begin(name, *arguments)
     first = process.stdout.readline()
     process.send_signal(signal.SIGUSR1)
     rest, said = process.communicate(timeout=TIMEOUT)
@@ -285,7 +274,6 @@ def test_a_memory_warning_to_a_daemon() -> None:
         assert daemon.control("status")["residency"]["resident"] == 6
         held = sum(daemon.control("status")["ledger"].values())
         before = daemon.toast("toast", "--no-history", *GREEDY, STORY)
-        assert daemon.process is not None
         daemon.process.send_signal(signal.SIGUSR1)
         eventually(lambda: daemon.control("status")["residency"]["resident"] == 0)
         assert daemon.control("status")["residency"]["shed"] == 6
@@ -295,11 +283,8 @@ def test_a_memory_warning_to_a_daemon() -> None:
 
 
 def test_without_streaming_the_signal_ends_a_command() -> None:
-    process = start(
-        "decode", "--ignore-eos", STORY,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None and process.stdout.read(1)
+    process = begin("decode", "--ignore-eos", STORY)
+    assert process.stdout.read(1)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(TIMEOUT) == -signal.SIGUSR1
     process.communicate(timeout=TIMEOUT)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import executable, start
+from tests.forked import executable
+from tests.pipes.pipelines import begin
 from tests.pipes.toast_runs import asked, kept
 from tests.unit.fake_daemon import HOLD, SECONDS, FakeDaemon, answer, failure
 from tests.unit.test_cli import lines_of
@@ -99,10 +100,7 @@ def test_two_at_once(home: Path) -> None:
     """Both are answered; what is kept is one of them, whole."""
     with FakeDaemon(ONE) as daemon:
         env = {"TOAST_SOCKET": daemon.path}
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
-        running = [
-            start("toast", "--session", "fox", text, env=env, **streams) for text in ("a", "b")
-        ]
+        running = [begin("toast", "--session", "fox", text, env=env) for text in ("a", "b")]
         assert [process.communicate(timeout=SECONDS)[0] for process in running] == [b"one\n"] * 2
     assert kept(home, "fox") in (["a", "one"], ["b", "one"], ["a", "one", "b", "one"],
                                  ["b", "one", "a", "one"])  # fmt: skip
@@ -146,16 +144,13 @@ def test_a_failure_ends_a_chat_from_a_pipe(ask: Run, home: Path) -> None:
 def test_turns_are_answered_as_they_come(home: Path) -> None:
     """A program at the other end writes a line, reads its answer, writes the next."""
     with FakeDaemon(ONE, TWO) as daemon:
-        process = start(
-            "toast", "--chat", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={"TOAST_SOCKET": daemon.path},
-        )  # fmt: skip
-        assert process.stdin is not None and process.stdout is not None
+        env = {"TOAST_SOCKET": daemon.path}
+        process = begin("toast", "--chat", stdin=subprocess.PIPE, env=env)
         for line, reply in ((b"a\n", b"one\n"), (b"b\n", b"two\n")):
             process.stdin.write(line)
             process.stdin.flush()
             assert process.stdout.readline() == reply
-        assert process.communicate(timeout=SECONDS) == (b"", None) and process.returncode == 0
+        assert process.communicate(timeout=SECONDS) == (b"", b"") and process.returncode == 0
 
 
 # ---------------------------------------------------------------------------- --chat, at a terminal

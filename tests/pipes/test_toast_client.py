@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import executable, start
+from tests.forked import executable
+from tests.pipes.pipelines import begin
 from tests.pipes.toast_runs import kept, without_out
 from tests.unit.fake_daemon import DROP, END, HOLD, SECONDS, FakeDaemon, answer, failure
 from tests.unit.test_cli import lines_of
@@ -22,10 +23,7 @@ HELLO = answer("Hello", " there.")
 
 
 def started(daemon: FakeDaemon, *arguments: str):
-    return start(
-        "toast", *arguments, env={"TOAST_SOCKET": daemon.path},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    return begin("toast", *arguments, env={"TOAST_SOCKET": daemon.path})
 
 
 def contents(request: dict) -> list[str]:
@@ -329,7 +327,6 @@ def test_a_conversation_that_cannot_be_kept(ask: Run, tmp_path: Path) -> None:
 def test_a_signal_in_mid_answer(home: Path, number: int, code: int) -> None:
     with FakeDaemon([{"text": "I am"}, HOLD]) as daemon:
         process = started(daemon, "hi")
-        assert process.stdout is not None
         first = os.read(process.stdout.fileno(), 99)
         process.send_signal(number)
         out, err = process.communicate(timeout=SECONDS)
@@ -341,7 +338,7 @@ def test_a_signal_in_mid_answer(home: Path, number: int, code: int) -> None:
 def test_a_signal_before_the_first_word(home: Path) -> None:
     with FakeDaemon([{"progress": {"done": 1, "total": 9, "cached": 0}}, HOLD]) as daemon:
         process = started(daemon, "--json", "hi")
-        assert process.stdout is not None and process.stdout.readline()
+        assert process.stdout.readline()
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=SECONDS)
         assert daemon.gone.wait(SECONDS)
@@ -351,11 +348,11 @@ def test_a_signal_before_the_first_word(home: Path) -> None:
 def test_a_reader_that_goes_away(home: Path) -> None:
     with FakeDaemon([{"text": "Hello there"}, HOLD]) as daemon:
         process = started(daemon, "hi")
-        assert process.stdout is not None and os.read(process.stdout.fileno(), 5) == b"Hello"
+        assert os.read(process.stdout.fileno(), 5) == b"Hello"
         process.stdout.close()
         assert process.wait(SECONDS) == -signal.SIGPIPE, "noticed while it waits for more"
         assert daemon.gone.wait(SECONDS)
-        assert process.stderr is not None and process.stderr.read() == b""
+        assert process.stderr.read() == b""
         process.stderr.close()
     assert kept(home) == ["hi", "Hello there"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import start
+from tests.pipes.pipelines import begin
 from tests.pipes.toast_runs import kept
 from tests.unit.fake_daemon import SECONDS, FakeDaemon, answer, failure
 from tests.unit.test_loaded_modules import loaded_by
@@ -31,9 +31,9 @@ def test_without_a_daemon_the_model_runs_here(toast, home: Path, tmp_path: Path)
 
 def test_a_warning_does_not_stand_in_the_middle_of_an_answer(home: Path) -> None:
     read, write = os.pipe()
-    process = start(
+    process = begin(
         "toast", "--no-daemon", "-n", "8", "Who are you?", env={"XDG_CACHE_HOME": os.devnull},
-        stdin=subprocess.DEVNULL, stdout=write, stderr=write,
+        stdout=write, stderr=write,
     )  # fmt: skip
     os.close(write)
     with open(read, "rb") as screen:
@@ -47,11 +47,8 @@ def test_a_failure_is_told_once(toast, home: Path, tmp_path: Path) -> None:
     """It ends the request, which tells it; a daemon also has a log."""
     model = tmp_path / "crumb.toast"
     assert toast("model", "bake", "crumb", "-o", model).returncode == 0
-    process = start(
-        "toast", "--no-daemon", "-m", str(model), "--resident", "0", "--ignore-eos", "Hi!",
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None and process.stdout.read(1)
+    process = begin("toast", "--no-daemon", "-m", model, "--resident", "0", "--ignore-eos", "Hi!")
+    assert process.stdout.read(1)
     os.truncate(model, 1_000_000)
     _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 65
@@ -69,11 +66,7 @@ def test_another_model_than_the_daemons_runs_here(ask: Run, home: Path) -> None:
 
 
 def test_ctrl_c_in_this_process(home: Path) -> None:
-    process = start(
-        "toast", "--no-daemon", "--ignore-eos", "--session", "fox", "Hi!",
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None
+    process = begin("toast", "--no-daemon", "--ignore-eos", "--session", "fox", "Hi!")
     first = os.read(process.stdout.fileno(), 99)
     process.send_signal(signal.SIGINT)
     rest, err = process.communicate(timeout=SECONDS)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Toast
-from tests.forked import start
 from tests.model.published import write_published
+from tests.pipes.pipelines import begin
 
 TEXTS = Path(__file__).parents[1] / "texts"
 STORY, CHAT = str(TEXTS / "story.txt"), str(TEXTS / "chat.txt")
@@ -274,11 +274,7 @@ def test_an_interrupt_tells_the_gears_so_far() -> None:
 
 def running(*arguments: str, chunk: Sequence[str] = ("--chunk", "16")):
     """A run over a text that takes a minute, after its first line of JSON."""
-    process = start(
-        "perplexity", "--json", *chunk, *arguments, STORY,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None
+    process = begin("perplexity", "--json", *chunk, *arguments, STORY)
     assert json.loads(process.stdout.readline())["pos"] == 1
     return process
 
@@ -298,7 +294,6 @@ def test_an_interrupt_leaves_what_there_is(number: int, code: int) -> None:
 
 def test_a_reader_that_goes_away() -> None:
     process = running()
-    assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert process.wait(timeout=60) == -signal.SIGPIPE
     assert process.stderr.read() == b""
