@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import select
 import signal
 import subprocess
 import time
@@ -16,6 +13,7 @@ import pytest
 from tests.forked import executable
 from tests.pipes.pipelines import begin
 from tests.pipes.toast_runs import asked, kept
+from tests.terminals import Terminal
 from tests.unit.fake_daemon import HOLD, SECONDS, FakeDaemon, answer, failure
 from tests.unit.test_cli import lines_of
 
@@ -156,86 +154,15 @@ def test_turns_are_answered_as_they_come(home: Path) -> None:
 # ---------------------------------------------------------------------------- --chat, at a terminal
 
 
-class Terminal:
-    """toast --chat at a terminal of its own, or a shell that is to run it."""
-
-    def __init__(
-        self, daemon: FakeDaemon, *arguments: str, stdout: int | None = None, shell: str = ""
-    ):
-        self.screen = b""
-        pid, self._master = pty.fork()
-        if pid == 0:  # in the child: only exec, and out if that fails
-            try:
-                os.environ.update(TOAST_SOCKET=daemon.path, TERM="dumb", INPUTRC=os.devnull)
-                if stdout is not None:
-                    os.dup2(stdout, 1)
-                if shell:
-                    os.execvp("sh", ["sh", "-mc", shell, executable("toast")])
-                os.execv(executable("toast"), ["toast", "--chat", *arguments])
-            finally:
-                os._exit(127)
-        self.pid = pid
-        self.code: int | None = None
-
-    def expect(self, text: str) -> None:
-        """Waits for text after what was expected before."""
-        deadline = time.monotonic() + SECONDS
-        while text.encode() not in self.screen:
-            assert time.monotonic() < deadline, self.screen
-            assert self._read(0.1), self.screen
-        self.screen = self.screen.partition(text.encode())[2]
-
-    def type(self, keys: str | bytes) -> None:
-        os.write(self._master, keys if isinstance(keys, bytes) else keys.encode())
-
-    def insist(self, keys: str, text: str) -> None:
-        """Types keys until text comes. A signal between two reads of readline is noticed only with
-        the next key, in any Python program: nobody types that fast but a test."""
-        for _ in range(SECONDS):
-            self.type(keys)
-            patience = time.monotonic() + 1
-            while time.monotonic() < patience and text.encode() not in self.screen:
-                assert self._read(0.1), self.screen
-            if text.encode() in self.screen:
-                break
-        self.expect(text)
-
-    def end(self) -> int:
-        """The exit code, 128 and more for a signal that killed it."""
-        deadline = time.monotonic() + SECONDS
-        while self._read(0.05) and time.monotonic() < deadline:
-            pass
-        self.code = self._wait(0)
-        return self.code
-
-    def close(self) -> None:
-        if self.code is None:
-            os.kill(self.pid, signal.SIGKILL)
-            self._wait(0)
-        os.close(self._master)
-
-    def _read(self, seconds: float) -> bool:
-        """Whether the terminal is still there."""
-        if select.select([self._master], [], [], seconds)[0]:
-            try:
-                data = os.read(self._master, 4096)
-            except OSError:  # Linux: nobody has the other side open any more
-                return False
-            self.screen += data
-            return bool(data)
-        return True
-
-    def _wait(self, flags: int) -> int:
-        status = os.waitpid(self.pid, flags)[1]
-        return os.waitstatus_to_exitcode(status) % 256
-
-
 @pytest.fixture
 def terminal(home: Path) -> Iterator[Callable[..., Terminal]]:
+    """terminal(daemon, *arguments, shell="", **settings): toast --chat, or a shell that runs it."""
     opened = []
 
-    def run(*arguments, **settings) -> Terminal:
-        opened.append(Terminal(*arguments, **settings))
+    def run(daemon: FakeDaemon, *arguments: str, shell: str = "", **settings) -> Terminal:
+        toast = executable("toast")
+        command = ["sh", "-mc", shell, toast] if shell else [toast, "--chat", *arguments]
+        opened.append(Terminal(*command, env={"TOAST_SOCKET": daemon.path}, **settings))
         return opened[-1]
 
     yield run
@@ -370,7 +297,7 @@ def test_a_terminal_that_is_closed(terminal, home: Path) -> None:
     with FakeDaemon([{"text": "I am"}, HOLD]) as daemon:
         chat = terminal(daemon, "who")
         chat.expect("I am")
-        os.kill(chat.pid, signal.SIGHUP)
+        chat.signal(signal.SIGHUP)
         assert chat.end() == 129
     assert kept(home) == ["who", "I am"]
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from tests.conftest import executable
 from tests.model.published import write_published
 from tests.pipes.conftest import Model
+from tests.terminals import Terminal
 from tests.unpack import unpack
 from toastkit.model.files import TEMPLATES_FOLDER
 from toastkit.model.locate import CRUMB
@@ -188,38 +188,23 @@ def test_a_file_that_could_not_be_found_by_its_name(model: Model, tmp_path: Path
 # ---------------------------------------------------------------------------------------- rm
 
 
-def at_a_terminal(command: list[str], answer: bytes, env: dict) -> tuple[int, str]:
-    """Exit code and what was shown, of a command at a terminal where somebody types."""
-    leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        command, stdin=follower, stdout=follower, stderr=follower, env={**os.environ, **env}
-    )
-    os.close(follower)
-    os.write(leader, answer)
-    shown = b""
-    try:
-        while piece := os.read(leader, 4096):
-            shown += piece
-    except OSError:  # how Linux says that the other end is closed
-        pass
-    os.close(leader)
-    return process.wait(60), shown.decode()
-
-
 def test_rm(model: Model, home: Path, tmp_path: Path) -> None:
     home.mkdir(parents=True)
     unpack(home / "copy")
     hint = refused(model("rm", "copy"), 64, "will not remove copy, 1", "no terminal to ask at")
     assert hint == "  hint: --yes removes it"
     refused(model("rm", "copy", env={"TOAST_YES": "1"}), 64, "will not remove")
-    command = [executable("model"), "rm", "copy"]
     env = {"XDG_DATA_HOME": str(tmp_path / "data")}
-    code, shown = at_a_terminal(command, b"\n", env)
-    assert code == 0 and "[y/N]" in shown and (home / "copy").is_dir()
-    code, shown = at_a_terminal(command, b"\x04", env)  # Ctrl-D
-    assert code == 130 and shown.endswith("\r\n") and (home / "copy").is_dir()
-    code, shown = at_a_terminal(command, b"y\n", env)
-    assert code == 0 and "removed copy" in shown and not (home / "copy").exists()
+    ctrl_d = "\x04"
+    for keys, code, said in (
+        ("\n", 0, rb"\[y/N\]"),
+        (ctrl_d, 130, rb"\r\n$"),
+        ("y\n", 0, b"removed"),
+    ):
+        with closing(Terminal(executable("model"), "rm", "copy", env=env)) as terminal:
+            terminal.type(keys)
+            assert terminal.end() == code and re.search(said, terminal.screen)
+        assert (home / "copy").exists() == (keys != "y\n")
     unpack(home / "copy")
     assert ok(model("rm", "-q", "--yes", "copy")) == "" and not (home / "copy").exists()
     unpack(home / "copy")

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import re
-import select
 import shutil
 import subprocess
-import termios
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.forked import SCRIPTS, SERVER
+from tests.terminals import Terminal
 from tests.unit.test_cli import here
 from toastkit.commands import program_name
 
-SECONDS = 20  # until a shell that says nothing is given up
 NAMES = ("toast-decode", "toast-prefill", "toast", "toast-model")
 # Of each shell how it is begun, what it is told first, how it takes a script, and a function in the
 # place of a command, which prints its arguments and what it reads where that is no terminal.
@@ -42,53 +37,26 @@ SHELLS = {
 }  # fmt: skip
 
 
-class Shell:
-    """A shell at a terminal, with the completion of some commands; the commands themselves are
-    functions that print their arguments."""
+class Shell(Terminal):
+    """A shell, with the completion of some commands; the commands themselves are functions that
+    print their arguments."""
 
     def __init__(self, name: str, folder: Path):
-        self._main, tty = pty.openpty()
         path = os.pathsep.join([SERVER.stubs(), str(SCRIPTS), os.environ["PATH"]])
-        environment = {
-            **os.environ, "PATH": path, "TERM": "dumb", "PS1": "", "INPUTRC": os.devnull,
-            "LC_ALL": "C.UTF-8",
-        }  # fmt: skip
         arguments, begin, evaluate, function = SHELLS[name]
-        self._process = subprocess.Popen(
-            [name, *arguments], stdin=tty, stdout=tty, stderr=tty, cwd=folder, env=environment,
-            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
-        os.close(tty)
-        self._data = ""
-        self._send(f"{begin}\n")
+        environment = {"PATH": path, "PS1": "", "LC_ALL": "C.UTF-8"}
+        super().__init__(name, *arguments, cwd=folder, env=environment)
+        self.type(f"{begin}\n")
         for command in NAMES:
-            self._send(f"{evaluate.format(command)}\n")
-            self._send(f"{function.format(command)}\n")
-        self._send("printf '!!%s\\n' ready\n")
-        self._wait("!!ready")
-
-    def _send(self, text: str) -> None:
-        os.write(self._main, text.encode())
-
-    def _wait(self, mark: str) -> str:
-        """What was written up to the mark."""
-        deadline = time.monotonic() + SECONDS
-        while mark not in self._data:
-            left = deadline - time.monotonic()
-            assert left > 0 and select.select([self._main], [], [], left)[0], self._data
-            self._data += os.read(self._main, 4096).decode(errors="replace")
-        before, _, self._data = self._data.partition(mark)
-        return before
+            self.type(f"{evaluate.format(command)}\n")
+            self.type(f"{function.format(command)}\n")
+        self.type("printf '!!%s\\n' ready\n")
+        self.expect("!!ready")
 
     def complete(self, line: str) -> str:
         """The arguments that a command gets after the line, Tab and Enter, each in <>."""
-        self._send(f"{line}\t\n")
-        return re.findall(r"(?:<[^<>]*>)+", self._wait("!!end"))[-1]
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._main)
+        self.type(f"{line}\t\n")
+        return re.findall(r"(?:<[^<>]*>)+", self.expect("!!end"))[-1]
 
 
 @pytest.fixture(scope="module")
