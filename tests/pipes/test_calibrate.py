@@ -14,6 +14,7 @@ import pytest
 
 from tests.native_library import own_cache
 from tests.pipes.pipelines import begin
+from tests.unit.test_cli import lines_of
 from toastkit.descriptors import unread_bytes
 from toastkit.gears import thresholds
 from toastkit.gears.calibration import Thresholds
@@ -136,11 +137,9 @@ def test_what_cannot_be_calibrated(calibrate, name: str) -> None:
     """One line and perhaps a hint on stderr; nothing on stdout, where no stage waits for frames."""
     arguments, stdin, code, message = BAD[name]
     done = calibrate(*arguments, stdin=stdin)
-    first, *hint = done.stderr.decode().splitlines()
-    assert (done.returncode, done.stdout) == (code, b""), done.stderr
-    assert first.startswith(f"toast-entropy-gear: {message}")
-    assert all(line.startswith("  hint: ") for line in hint) and len(hint) < 2
-    assert hint == ["  hint: did you mean prompts?"] or name != "no file"
+    said, hint = lines_of(done, "entropy-gear", code)
+    assert said.startswith(message) and not done.stdout
+    assert hint == "did you mean prompts?" or name != "no file"
     assert thresholds.load(MARK) is None
 
 
