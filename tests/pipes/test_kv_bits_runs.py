@@ -76,20 +76,6 @@ def test_a_step_that_is_taken_back_leaves_nothing(toast) -> None:
     assert found["mobile:1"] == found["big"] != found["mobile:0.9"]
 
 
-def test_a_saved_run_is_drawn_again(toast) -> None:
-    """In 8 bits, of the bytes that a tee behind decode has: without the model, the same."""
-    ran = {"prefill": KV8, "decode": [*KV8, "--inline", "--greedy", "-n", "6"]}
-    done = Pipeline(STORY, ran, STAGES[:3]).finish()
-    assert done.statuses == [0] * 3, done.errors
-    cold, hot, again = (
-        toast("sample", *chain, "-n", "6", stdin=done.out)
-        for chain in (["--temp", "0"], SEEDED[:-2], SEEDED[:-2])
-    )
-    tokens = only(Token, frames_of(cold.stdout))
-    assert [t.id for t in tokens] == [t.id for t in only(Token, frames_of(done.out))]
-    assert len(tokens) == 6 and hot.stdout == again.stdout and hot.returncode == 0
-
-
 def test_a_session_is_as_if_it_had_never_been_left(toast, tmp_path: Path) -> None:
     """In 8 bits: what is drawn is the same, and its probability, to the bit."""
     words = ("decode", "--raw", "--json", "--temp", "0", *KV8, "--session")

@@ -60,15 +60,6 @@ def test_piped_text_goes_before_the_words(
     assert contents(daemon.request) == [question]
 
 
-@pytest.mark.parametrize(
-    ("pieces", "out"),
-    [(["a\n"], b"a\n"), (["a", "\n\n"], b"a\n\n"), ([""], b"\n"), (["é", "!"], "é!\n".encode())],
-)
-def test_an_answer_ends_with_a_newline(ask: Run, pieces: list[str], out: bytes) -> None:
-    with FakeDaemon(answer(*pieces)) as daemon:
-        assert ask(daemon, "hi").stdout == out
-
-
 def test_json_is_the_replies(ask: Run, home: Path) -> None:
     replies = [{"progress": {"done": 5, "total": 9, "cached": 3}}, *HELLO]
     with FakeDaemon(replies) as daemon:
@@ -224,27 +215,9 @@ def test_refusals(ask: Run, home: Path, arguments: list[str], code: int, message
     assert daemon.connections == 0 and not home.exists()
 
 
-def test_bytes_that_are_no_text(toast, home: Path) -> None:
-    with FakeDaemon(HELLO) as daemon:
-        env = {"TOAST_SOCKET": daemon.path}
-        bad = os.fsdecode(b"\xff")
-        done = toast("toast", bad, env=env)
-        assert lines_of(done, "toast", 65)[0] == "the prompt is not UTF-8: byte 0xff at offset 0"
-        done = toast("toast", "--system", bad, "hi", env=env)
-        assert lines_of(done, "toast", 65)[0] == "--system is not UTF-8: byte 0xff at offset 0"
-        done = toast("toast", "hi", stdin=b"ab\xff", env=env)
-        assert "byte 0xff at offset 2" in lines_of(done, "toast", 65)[0]
-    assert daemon.connections == 0
-
-
 def test_a_socket_that_was_asked_for_has_to_answer(toast, tmp_path: Path) -> None:
     done = toast("toast", "--socket", str(tmp_path / "s"), "hi")
     assert lines_of(done, "toast", 69)[0] == f"no daemon answers at {tmp_path / 's'}"
-
-
-def test_a_closed_stdout(home: Path) -> None:
-    done = subprocess.run(["sh", "-c", f"exec {executable('toast')} hi >&-"], capture_output=True)
-    assert lines_of(done, "toast", 74)[0] == "cannot write: standard output is closed"
 
 
 # ------------------------------------------------------------------------------------------- errors

@@ -109,19 +109,6 @@ def test_help_names_the_subcommands(model: Model) -> None:
         assert f"Usage: toast-model {name}" in ok(model(name, "--help"))
 
 
-def test_completion(model: Model) -> None:
-    env = {
-        "_TOAST_MODEL_COMPLETE": "bash_complete",
-        "COMP_WORDS": "toast-model v",
-        "COMP_CWORD": "1",
-    }
-    assert ok(model(env=env)).split() == ["plain,verify"]
-    env |= {"COMP_WORDS": "toast-model verify --v", "COMP_CWORD": "2"}
-    assert "plain,--values" in ok(model(env=env)).split()
-    env |= {"COMP_WORDS": "toast-model verify cru", "COMP_CWORD": "2"}
-    assert ok(model(env=env)).split() == ["plain,crumb", "file,cru"]
-
-
 def test_a_reader_that_goes_away(model: Model) -> None:
     with subprocess.Popen([executable("model"), "info"], stdout=subprocess.PIPE) as process:
         process.stdout.close()

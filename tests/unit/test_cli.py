@@ -216,7 +216,8 @@ DATA = [
     # The line that is no prompt is named; blank ones count.
     ("tokenize", ["--each-line"], b"Hi\n\n\xff", "line 3: the prompt is not UTF-8"),
     ("tokenize", ["--each-line"], b"Hi\n\n" + b"a " * 9000, "line 3: the prompt has 9"),
-    ("tokenize", [], b"ab\xff", f"the prompt {NO_UTF8}ff at offset 2"),
+    *((name, [], b"ab\xff", f"the prompt {NO_UTF8}ff at offset 2")
+      for name in ("tokenize", "toast")),
     *((name, arguments, None, said) for name in ("decode", "toast") for arguments, said in (
         ([b"un caf\xe9"], f"the prompt {NO_UTF8}e9 at offset 6"),
         (["--stop", "ü".encode() + b"\xff", "hi"], f"--stop {NO_UTF8}ff at offset 2"),

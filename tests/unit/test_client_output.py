@@ -9,7 +9,7 @@ from toastkit.client.output import Progress, TextOutput, cached_line, usage_line
 
 @pytest.mark.parametrize(
     ("pieces", "whole", "shown"),
-    [(["a", "", "b"], True, "ab\n"), (["a\n"], True, "a\n"), (["a\n", "b"], False, "a\nb\n"),
+    [(["é", "", "b"], True, "éb\n"), (["a\n"], True, "a\n"), (["a\n", "b"], False, "a\nb\n"),
      ([], True, "\n"), ([""], False, "")],
 )  # fmt: skip
 def test_each_answer_ends_its_line(capfdbinary, pieces, whole, shown) -> None:

@@ -121,7 +121,8 @@ def test_shell(shell: Shell, line: str, arguments: str) -> None:
      ("toast --session gar", "garden"), ("decode --device g", "gpu"), ("sample --hy", ""),
      ("prefill --resident au", "auto"), ("toast --placement in", "interleaved"),
      ("entropy-gear --hy", "--hysteresis"), ("model nosuch x", None), ("model info 'a", None),
-     ("model rm some/", "some/llama"), ("model rm cru", ""),
+     ("model rm some/", "some/llama"), ("model rm cru", ""), ("model v", "verify"),
+     ("model verify --va", "--values"), ("model verify cru", "crumb"),
      ("model", None)],
 )  # fmt: skip
 def test_names(home: None, monkeypatch: pytest.MonkeyPatch, line: str, names: str | None) -> None:
