@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tests.forked import Process, start
 
@@ -118,3 +120,17 @@ class Pipeline:
 def run_pipeline(prompt: str, extra: dict[str, list[str]] | None = None, stages=STAGES) -> Result:
     """A pipeline that runs to its end."""
     return Pipeline(prompt, extra, stages).finish()
+
+
+def json_lines(data: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def frames_of_pipeline(
+    prompt: str, extra: dict[str, list[str]], stages=STAGES[:-1]
+) -> list[dict[str, Any]]:
+    """What toast-frames --json shows of a pipeline that goes well, at the end of these stages."""
+    stages = [*stages, "frames"]
+    done = run_pipeline(prompt, {"frames": ["--json", "--arrays", "none"], **extra}, stages)
+    assert done.statuses == [0] * len(stages), done.errors
+    return json_lines(done.out)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.daemons import Daemon
 from tests.forked import executable
-from tests.pipes.pipelines import STORY, TIMEOUT, WHO, WHO_ANSWER, begin
+from tests.pipes.pipelines import STORY, TIMEOUT, WHO, WHO_ANSWER, begin, json_lines
 from tests.pipes.test_failures import stored
 from tests.pipes.test_pipeline import frames_of
 from tests.unit.daemon_front import eventually
@@ -179,7 +179,7 @@ def test_text_is_the_same(toast, sampling: list) -> None:
         done = toast("decode", *sampling, "-n", "7", "--json", "--top", "2", "--each-line", *alone,
                      stdin=f"{WHO}\n{STORY}\n".encode())  # fmt: skip
         assert done.returncode == 0, done.stderr
-        answers.append([json.loads(line) for line in done.stdout.splitlines()])
+        answers.append(json_lines(done.stdout))
     mine, theirs = answers
     assert len(mine) == len(theirs) > 14
     for one, other in zip(mine, theirs):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.native_library import own_cache
-from tests.pipes.pipelines import begin
+from tests.pipes.pipelines import begin, json_lines
 from tests.unit.test_cli import lines_of
 from toastkit.descriptors import unread_bytes
 from toastkit.gears import thresholds
@@ -59,7 +58,7 @@ def calibrate(toast, cache_home: Path) -> Callable[..., subprocess.CompletedProc
 
 def gears_of(out: bytes, kind: str | None = None) -> list[str]:
     """The gears in JSON lines: of frames of a kind, or of the tokens that toast-decode writes."""
-    lines = [json.loads(line) for line in out.splitlines()]
+    lines = json_lines(out)
     return [line["gear"] for line in lines if "gear" in line and line.get("k") == kind]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.daemons import Daemon
 from tests.model.published import write_published
-from tests.pipes.pipelines import STORY, Pipeline
+from tests.pipes.pipelines import STAGES, STORY, frames_of_pipeline, json_lines
 from tests.pipes.test_resident_runs import warned
 from tests.unit.daemon_front import eventually
 
@@ -63,7 +63,7 @@ def plain(toast) -> list[dict]:
     """The greedy answer with all experts loaded, as JSON lines."""
     done = toast("decode", "--json", *GREEDY, STORY)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return json_lines(done.stdout)
 
 
 def test_one_process_and_a_whole_model_say_the_same(toast, plain) -> None:
@@ -71,7 +71,7 @@ def test_one_process_and_a_whole_model_say_the_same(toast, plain) -> None:
     for more in ([], ["--expert-prefetch", "1"], ["--resident", "0"]):
         done = toast("decode", "--json", "-v", *GREEDY, *flags, *more, STORY)
         assert done.returncode == 0, done.stderr
-        *told, end = [json.loads(line) for line in done.stdout.splitlines()]
+        *told, end = json_lines(done.stdout)
         report = end.pop("slots")
         end.pop("residency", None)
         assert [*told, end] == plain
@@ -83,15 +83,13 @@ def test_one_process_and_a_whole_model_say_the_same(toast, plain) -> None:
 def test_optimistic_steps_are_told(tmp_path: Path) -> None:
     """The experts of a repeated token are soon all in slots, so that most optimistic steps are
     right. The logits are those with all experts loaded."""
-    stages, slots = ["tokenize", "prefill", "decode", "frames"], ["--expert-slots", "14"]
+    slots = ["--expert-slots", "14"]
     (tmp_path / "ids").write_text("7\n" * 40)
     outs = []
     for flags in (slots, []):
         forced = [*flags, "--force", str(tmp_path / "ids")]
         extra = {"prefill": flags, "decode": forced, "frames": ["--json"]}
-        done = Pipeline(STORY, extra, stages).finish()
-        assert done.statuses == [0] * len(stages), done.errors
-        outs.append([json.loads(line) for line in done.out.splitlines()])
+        outs.append(frames_of_pipeline(STORY, extra, STAGES[:3]))
     logits = [[f["logits"] for f in out if f["k"] == "logits"] for out in outs]
     assert logits[0] == logits[1] and len(logits[0]) == 41
     assert not any(frame.get("experts") for frame in outs[1])
@@ -100,11 +98,9 @@ def test_optimistic_steps_are_told(tmp_path: Path) -> None:
 
 
 def test_the_pipeline_says_the_same(plain) -> None:
-    stages, slots = ["tokenize", "prefill", "decode", "frames"], ["--expert-slots", "5"]
-    decode, shown = [*slots, "--greedy", "-n", "8"], ["--json", "--arrays", "none"]
-    done = Pipeline(STORY, {"prefill": slots, "decode": decode, "frames": shown}, stages).finish()
-    assert done.statuses == [0] * len(stages), done.errors
-    frames = [json.loads(line) for line in done.out.splitlines()]
+    slots = ["--expert-slots", "5"]
+    flags = {"prefill": slots, "decode": [*slots, "--greedy", "-n", "8"]}
+    frames = frames_of_pipeline(STORY, flags, STAGES[:3])
     tokens = [line for line in plain if "id" in line]
     drawn = [frame for frame in frames if frame["k"] == "token"]
     assert [frame["id"] for frame in drawn] == [line["id"] for line in tokens] and len(drawn) == 8

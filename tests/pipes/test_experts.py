@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from tests.daemons import Daemon
-from tests.pipes.pipelines import Pipeline
+from tests.pipes.pipelines import STAGES, frames_of_pipeline, json_lines
 
 ASKED = "Ned has 12 apples. He buys 3 boxes with 7 apples each. How many apples does he have now?"
 COUNT = ["-n", "20"]
 GREEDY = ["--temp", "0", *COUNT]
-JSON = ["--json", "--arrays", "none"]
 EXACTLY = {"temperature": 0, "ignore_eos": True, "tokens": True}
 MOBILE = ["--experts", "mobile:0.9", "--little-k", "2"]
 LITTLE_PROMPT = ["--prefill-experts", "little"]
@@ -24,13 +23,7 @@ LITTLE_PROMPT = ["--prefill-experts", "little"]
 def in_one(toast, *flags: str) -> list[dict[str, Any]]:
     done = toast("decode", "--json", *GREEDY, *flags, ASKED)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def in_a_pipe(stages: list[str], **flags: list[str]) -> list[dict[str, Any]]:
-    done = Pipeline(ASKED, {**flags, "frames": JSON}, [*stages, "frames"]).finish()
-    assert done.statuses == [0] * (len(stages) + 1), done.errors
-    return [json.loads(line) for line in done.out.splitlines()]
+    return json_lines(done.stdout)
 
 
 def counts(line: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +43,8 @@ def alone(toast) -> list[dict[str, Any]]:
 
 
 def test_the_pipe_runs_the_experts_of_one_process(alone) -> None:
-    piped = in_a_pipe(["tokenize", "prefill", "decode", "sample"], decode=MOBILE, sample=GREEDY)
+    stages = ["tokenize", "prefill", "decode", "sample"]
+    piped = frames_of_pipeline(ASKED, {"decode": MOBILE, "sample": GREEDY}, stages)
     assert ids(piped) == ids(alone) and len(ids(alone)) > 1
     assert counts(piped[-1]) == counts(alone[-1])
     # Where decode read no prompt, nothing is known of the whole model's steps.
@@ -66,10 +60,9 @@ def test_the_pipe_runs_the_experts_of_one_process(alone) -> None:
 def test_frames_say_how_each_step_was_done(toast) -> None:
     """With the prompt read little: toast-prefill does that in a pipe."""
     alone = in_one(toast, *MOBILE, *LITTLE_PROMPT)
-    piped = in_a_pipe(
-        ["tokenize", "prefill", "decode"], prefill=[*LITTLE_PROMPT, "--little-k", "2"],
-        decode=[*MOBILE, "--greedy", *COUNT],
-    )  # fmt: skip
+    read = [*LITTLE_PROMPT, "--little-k", "2"]
+    flags = {"prefill": read, "decode": [*MOBILE, "--greedy", *COUNT]}
+    piped = frames_of_pipeline(ASKED, flags, STAGES[:3])
     assert ids(piped) == ids(alone)
     steps = [line for line in piped if line["k"] == "logits"]
     assert "experts" not in steps[0]  # it is the prompt's
@@ -106,7 +99,7 @@ def test_a_daemon_answers_as_one_process(daemon: Daemon, alone) -> None:
     served = daemon.toast("toast", "--json", *MOBILE, *GREEDY, "--no-history", ASKED)
     here = daemon.toast("toast", "-v", "--no-daemon", *MOBILE, *GREEDY, "--no-history", ASKED)
     assert served.returncode == here.returncode == 0, (served.stderr, here.stderr)
-    lines = [json.loads(line) for line in served.stdout.splitlines()]
+    lines = json_lines(served.stdout)
     [stats] = [line["stats"] for line in lines if "stats" in line]
     assert counts(stats) == counts(alone[-1]) and stats["experts"]["estimate"] > 0
     assert lines[-1]["end"]["text"] == here.stdout.decode().removesuffix("\n")

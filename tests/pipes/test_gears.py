@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.daemons import Daemon
-from tests.pipes.pipelines import STORY, Pipeline
+from tests.pipes.pipelines import STAGES, STORY, frames_of_pipeline, json_lines
 
 GEARS = ["--gear", "auto", "--gear-scope", "all"]
 COUNT = ["-n", "24"]
@@ -20,7 +20,7 @@ def in_one(toast, *flags: str, said: str = "") -> list[dict[str, Any]]:
     """The lines of one process. said: a pattern for what it writes on stderr."""
     done = toast("decode", "--json", "--temp", "0", *COUNT, *flags, STORY)
     assert done.returncode == 0 and re.search(said, done.stderr.decode(), re.S), done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return json_lines(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -33,30 +33,19 @@ def tokens(lines: list[dict[str, Any]]) -> list[tuple]:
     return [(x["pos"], x["id"], x.get("gear"), x["entropy"]) for x in lines if "id" in x]
 
 
-def in_a_pipe(stages: list[str], **extra: list[str]) -> list[dict[str, Any]]:
-    flags = {name.replace("_", "-"): value for name, value in extra.items()}
-    done = Pipeline(STORY, flags, stages).finish()
-    assert done.statuses == [0] * len(stages), done.errors
-    return [json.loads(line) for line in done.out.splitlines()]
-
-
 LOW = ["-v", "--gear", "low", "--gear-bits", "2,8"]
 LOW_SAID = r"gears: low 23, mid 0, high 0 steps; 1 shift in .* on the device now"
 JSON = ["--json", "--arrays", "none"]
-WHOLE = ["tokenize", "prefill", "decode", "entropy-gear", "sample", "frames"]
 
 
 def test_the_pipe_runs_the_gears_of_one_process(alone) -> None:
     assert {gear for _, _, gear, _ in tokens(alone)} == {"low", "mid"}
-    drawn = {"decode": GEARS, "sample": ["--temp", "0", *COUNT], "frames": JSON}
-    piped = in_a_pipe(WHOLE, **drawn)
+    drawn = {"decode": GEARS, "sample": ["--temp", "0", *COUNT]}
+    piped = frames_of_pipeline(STORY, drawn)
     assert tokens(piped) == tokens(alone)
     # decode does without entropy-gear, and without a sampler.
-    without = in_a_pipe([s for s in WHOLE if s != "entropy-gear"], **drawn)
-    own = in_a_pipe(
-        ["tokenize", "prefill", "decode", "frames"],
-        decode=[*GEARS, "--greedy", *COUNT], frames=JSON,
-    )  # fmt: skip
+    without = frames_of_pipeline(STORY, drawn, ["tokenize", "prefill", "decode", "sample"])
+    own = frames_of_pipeline(STORY, {"decode": [*GEARS, "--greedy", *COUNT]}, STAGES[:3])
     assert [t[:2] for t in tokens([{"gear": None, "entropy": None, **x} for x in without])] == [
         t[:2] for t in tokens(alone)
     ]
@@ -83,16 +72,8 @@ def test_fixed_and_high(toast) -> None:
 def test_a_session_goes_on_in_its_gears(toast, pipeline, alone, tmp_path: Path) -> None:
     """Stopped by a limit and resumed by other processes, in a pipe."""
     path = str(tmp_path / "s")
-    first = Pipeline(
-        STORY,
-        {
-            "prefill": ["--session", path], "decode": GEARS,
-            "sample": ["--temp", "0", "-n", "9"], "frames": JSON,
-        },
-        WHOLE,
-    ).finish()  # fmt: skip
-    assert first.statuses == [0] * 6
-    begun = [json.loads(line) for line in first.out.splitlines()]
+    kept, drawn = ["--session", path], ["--temp", "0", "-n", "9"]
+    begun = frames_of_pipeline(STORY, {"prefill": kept, "decode": GEARS, "sample": drawn})
     assert (tmp_path / "s" / "gears.msgpack").exists()
     ids = [i for x in begun if x["k"] == "tokens" for i in x["ids"]]
     ids += [x["id"] for x in begun if x["k"] == "token"]
@@ -100,11 +81,11 @@ def test_a_session_goes_on_in_its_gears(toast, pipeline, alone, tmp_path: Path) 
     stream += json.dumps({"k": "tokens", "ids": ids, "role": "user", "final": True}) + "\n"
     frames = toast("frames", "--from-json", stdin=stream.encode()).stdout
     second = pipeline(
-        ["prefill", "--session", path], ["decode", *GEARS], ["entropy-gear"],
+        ["prefill", *kept], ["decode", *GEARS], ["entropy-gear"],
         ["sample", "--temp", "0", "-n", "15"], ["frames", *JSON], stdin=frames,
     )  # fmt: skip
     assert second.codes == [0] * 5, second.errors
-    rest = [json.loads(line) for line in second.out.splitlines()]
+    rest = json_lines(second.out)
     assert tokens(begun) + tokens(rest) == tokens(alone)
 
 
@@ -143,7 +124,7 @@ def test_a_daemon_with_gears(alone) -> None:
         attached = daemon.toast("decode", "-v", "-n", "1", STORY)
         status = daemon.toast("toasted", "status")
         assert {r.returncode for r in (served, here, attached, status)} == {0}
-    lines = [json.loads(line) for line in served.stdout.splitlines()]
+    lines = json_lines(served.stdout)
     assert lines[-1]["end"]["text"] == here.stdout.decode().removesuffix("\n")
     assert here.stdout.decode() == "".join(line["text"] for line in alone) + "\n"
     [counts] = [line["stats"]["gears"] for line in lines if "stats" in line]

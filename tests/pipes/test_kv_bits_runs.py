@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.daemons import Daemon
-from tests.pipes.pipelines import STORY, Pipeline
-from tests.pipes.test_pipeline import frames_of, only
+from tests.pipes.pipelines import STORY, frames_of_pipeline, json_lines
 from tests.unit.daemon_front import eventually
-from toastkit.frames import Token
 from toastkit.session.directory import Session
 
 KV16, KV8 = (["--kv-bits", bits] for bits in ("16", "8"))
@@ -27,6 +25,11 @@ def stored(session: Path) -> set[str]:
         return {t.dtype for layer in layers for t in layer.tensors if t.name in ("keys", "values")}
 
 
+def drawn_of(lines: list[dict]) -> list[tuple]:
+    """The tokens of JSON lines, and their log-probabilities."""
+    return [(line["id"], line["logprob"]) for line in lines if "id" in line]
+
+
 def size(session: Path) -> int:
     return sum(file.stat().st_size for file in session.iterdir() if file.is_file())
 
@@ -38,18 +41,14 @@ def test_a_pipeline_is_one_process(toast, tmp_path: Path) -> None:
         kept, piped = tmp_path / f"one-{bits}", tmp_path / f"pipe-{bits}"
         flag = ["--kv-bits", bits]
         alone = toast("decode", "--json", "--session", kept, *flag, *SEEDED, STORY)
-        lines = [json.loads(line) for line in alone.stdout.splitlines()]
-        drawn[bits] = [(line["id"], line["logprob"]) for line in lines if "id" in line]
+        drawn[bits] = drawn_of(json_lines(alone.stdout))
         assert stored(kept) == {dtype}
         sizes[bits] = size(kept)
         if bits == "32":
             continue  # as without the flag
         session = ["--session", str(piped)]
         extra = {"prefill": [*session, *flag], "decode": flag, "sample": SEEDED}
-        done = Pipeline(STORY, extra, STAGES).finish()
-        assert done.statuses == [0] * 4, done.errors
-        tokens = only(Token, frames_of(done.out))
-        assert drawn[bits] == [(token.id, token.logprob) for token in tokens]
+        assert drawn[bits] == drawn_of(frames_of_pipeline(STORY, extra, STAGES))
         assert stored(piped) == {dtype}
     assert all(len(found) == 6 for found in drawn.values())
     assert drawn["8"] != drawn["16"] != drawn["32"]
@@ -63,16 +62,13 @@ def test_a_step_that_is_taken_back_leaves_nothing(toast) -> None:
     for way in ("mobile:0.9", "mobile:1", "big"):
         flags = [*KV8, "--experts", way]
         alone = toast("decode", "--json", "--temp", "0", "-n", "12", *flags, STORY)
-        lines = [json.loads(line) for line in alone.stdout.splitlines()]
-        found[way] = [(line["id"], line["logprob"]) for line in lines if "id" in line]
+        lines = json_lines(alone.stdout)
+        found[way] = drawn_of(lines)
         if way == "mobile:0.9":
             told = lines[-1]["experts"]
             assert 0 < told["fallbacks"] < told["steps"]
             extra = {"prefill": KV8, "decode": flags, "sample": ["--temp", "0", "-n", "12"]}
-            done = Pipeline(STORY, extra, STAGES).finish()
-            assert done.statuses == [0] * 4, done.errors
-            tokens = only(Token, frames_of(done.out))
-            assert found[way] == [(token.id, token.logprob) for token in tokens]
+            assert found[way] == drawn_of(frames_of_pipeline(STORY, extra, STAGES))
     assert found["mobile:1"] == found["big"] != found["mobile:0.9"]
 
 
@@ -85,8 +81,8 @@ def test_a_session_is_as_if_it_had_never_been_left(toast, tmp_path: Path) -> Non
         for count in counts:
             done = toast(*words, tmp_path / session, "-n", str(count), stdin=text)
             assert done.returncode == 0, done.stderr
-            lines = [line for line in map(json.loads, done.stdout.splitlines()) if "id" in line]
-            drawn += [(line["id"], line["logprob"]) for line in lines]
+            lines = [line for line in json_lines(done.stdout) if "id" in line]
+            drawn += drawn_of(lines)
             text += "".join(line["text"] for line in lines).encode()
         assert stored(tmp_path / session) == {"int8"}
         found.append(drawn)

@@ -17,6 +17,7 @@ pytest.importorskip("mlx.core")
 
 from tests.hostile import run_without_privileges
 from tests.model.published import write_published
+from tests.pipes.pipelines import json_lines
 from toastkit.frames import (
     End,
     Error,
@@ -197,7 +198,7 @@ def one_process(toast, *arguments: str) -> list[dict]:
         "decode", "--each-line", "--json", "-n", "6", *FLOAT32, *arguments, stdin=STDIN
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return json_lines(done.stdout)
 
 
 def six_processes(pipeline, *arguments: str) -> tuple[list[Token], list[End], str]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.daemons import Daemon
-from tests.pipes.pipelines import STORY, TIMEOUT, Pipeline, begin
+from tests.pipes.pipelines import STORY, TIMEOUT, Pipeline, begin, json_lines
 from tests.unit.daemon_front import eventually
 from toastkit.model.locate import CRUMB
 
@@ -29,7 +29,7 @@ def in_one(toast, *flags: str, said: bytes = b"") -> list[dict[str, Any]]:
     done = toast("decode", "--json", *GREEDY, *flags, STORY)
     assert done.returncode == 0 and bool(done.stderr) == bool(said)
     assert re.search(said, done.stderr), done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return json_lines(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_the_pipeline_says_the_same(pipeline, plain) -> None:
             stdin=f"{STORY}\nWhat is 17 + 25?\n".encode(),
         )  # fmt: skip
         assert done.codes == [0] * 4, done.errors
-        frames = [json.loads(line) for line in done.out.splitlines()]
+        frames = json_lines(done.out)
         logits.append([f["logits"] for f in frames if f["k"] == "logits"])
         if more is not flags:
             continue
@@ -173,7 +173,7 @@ def test_perplexity_is_the_same_to_the_last_digit(toast) -> None:
     for flags in ([], ["--resident", "0", "-v"]):
         done = toast("perplexity", "--json", "--context", "32", *flags, stdin=TEXT.encode())
         assert done.returncode == 0, done.stderr
-        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        lines = json_lines(done.stdout)
         for name in ("seconds", "tokens_per_second"):
             del lines[-1][name]
         outcomes.append((lines, lines[-1].pop("residency", None), done.stderr.decode()))
@@ -263,7 +263,7 @@ def test_a_memory_warning_in_the_pipe() -> None:
         running.process(name).send_signal(signal.SIGUSR1)
     done = running.finish()
     assert done.statuses == [0] * len(stages), done.errors
-    frames = [json.loads(line) for line in (begun + done.out).splitlines()]
+    frames = json_lines(begun + done.out)
     ends = [frame["residency"] for frame in frames if frame["k"] == "end"]
     assert [end["resident"] for end in ends] == [0, 0]
 

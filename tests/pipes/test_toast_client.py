@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import executable
-from tests.pipes.pipelines import begin
+from tests.pipes.pipelines import begin, json_lines
 from tests.pipes.toast_runs import kept, without_out
 from tests.unit.fake_daemon import DROP, END, HOLD, SECONDS, FakeDaemon, answer, failure
 from tests.unit.test_cli import lines_of
@@ -64,7 +64,7 @@ def test_json_is_the_replies(ask: Run, home: Path) -> None:
     replies = [{"progress": {"done": 5, "total": 9, "cached": 3}}, *HELLO]
     with FakeDaemon(replies) as daemon:
         done = ask(daemon, "--json", "hi")
-    assert [json.loads(line) for line in done.stdout.splitlines()] == replies
+    assert json_lines(done.stdout) == replies
     assert done.stderr == b"" and kept(home) == ["hi", "Hello there."]
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import Toast
 from tests.model.published import write_published
-from tests.pipes.pipelines import begin
+from tests.pipes.pipelines import begin, json_lines
 from tests.unit.test_cli import lines_of
 
 TEXTS = Path(__file__).parents[1] / "texts"
@@ -38,7 +38,7 @@ def lines(done: subprocess.CompletedProcess) -> list[dict[str, str]]:
 
 def objects(done: subprocess.CompletedProcess) -> list[dict]:
     assert (done.returncode, done.stderr) == (0, b"")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return json_lines(done.stdout)
 
 
 def test_files_and_their_total(toast: Toast) -> None:
