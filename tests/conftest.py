@@ -26,6 +26,8 @@ from hypothesis import settings
 
 from tests.forked import SCRIPTS, SERVER, executable, start
 from tests.native_library import library_at_home
+from tests.unit.fake_daemon import signals_put_back
+from toastkit.interrupts import Signals
 
 __all__ = ["SCRIPTS", "executable", "library_at_home"]
 
@@ -127,6 +129,13 @@ def run(tmp_path: Path) -> Path:
     """A run's directory with a feed."""
     os.mkfifo(tmp_path / "feed", 0o600)
     return tmp_path
+
+
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    """Signals of this test alone, whose handlers are undone at its end."""
+    with signals_put_back():
+        yield Signals()
 
 
 Toast = Callable[..., subprocess.CompletedProcess]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.fake_daemon import FakeDaemon, answer, failure, signals_put_back
+from tests.unit.fake_daemon import FakeDaemon, answer, failure
 from toastkit import errors
 from toastkit.client.backend import OtherModel, Wanted, choose_backend
 from toastkit.client.local_backend import LocalBackend
@@ -31,12 +31,6 @@ ASK = {"messages": [{"role": "user", "content": "Hi!"}], "options": {}}
 def no_daemon_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TOAST_SOCKET", "XDG_RUNTIME_DIR", "TMPDIR"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def interrupts() -> Iterator[Signals]:
-    with signals_put_back():
-        yield Signals()
 
 
 @pytest.mark.parametrize("code", [64, 65, 66, 69, 70, 73, 74, 75, 130])
@@ -141,18 +135,18 @@ def test_leaving_cancels_in_this_process(service: type[FakeService]) -> None:
     os.close(write)
 
 
-def test_a_signal_during_the_load_ends_at_once(service, interrupts: Signals) -> None:
-    interrupts.graceful = True
+def test_a_signal_during_the_load_ends_at_once(service, signals: Signals) -> None:
+    signals.graceful = True
     loading = {"progress": {"loading": "m"}}
     service.replies = [loading, lambda: signal.raise_signal(signal.SIGINT), *answer("never")]
     with pytest.raises(KeyboardInterrupt):
-        list(LocalBackend(Wanted(), interrupts).ask(ASK))
+        list(LocalBackend(Wanted(), signals).ask(ASK))
 
 
-def test_a_signal_in_mid_answer_is_noted(service: type[FakeService], interrupts: Signals) -> None:
+def test_a_signal_in_mid_answer_is_noted(service: type[FakeService], signals: Signals) -> None:
     service.replies = [{"text": "a"}, lambda: signal.raise_signal(signal.SIGINT), {"text": "b"}, 5]
-    seen = list(LocalBackend(Wanted(), interrupts).ask(ASK))
-    assert seen == [{"text": "a"}, {"text": "b"}] and interrupts.code == 130
+    seen = list(LocalBackend(Wanted(), signals).ask(ASK))
+    assert seen == [{"text": "a"}, {"text": "b"}] and signals.code == 130
     assert service.made[0].cancelled
 
 

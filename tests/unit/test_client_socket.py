@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from tests.unit.fake_daemon import (
     FakeDaemon,
     answer,
     failure,
-    signals_put_back,
 )
 from toastkit import wire
 from toastkit.client.socket_backend import SocketBackend, connect, control
@@ -28,12 +26,6 @@ from toastkit.interrupts import Signals
 from toastkit.wire import Peer
 
 ASK = {"messages": [{"role": "user", "content": "Hi!"}], "options": {}}
-
-
-@pytest.fixture
-def interrupts() -> Iterator[Signals]:
-    with signals_put_back():
-        yield Signals()
 
 
 def test_requests_and_their_replies() -> None:
@@ -177,41 +169,13 @@ def test_control() -> None:
         assert daemon.gone.wait(SECONDS)
 
 
-def test_a_signal_ends_the_replies(interrupts: Signals) -> None:
+def test_a_signal_ends_the_replies(signals: Signals) -> None:
     with FakeDaemon([{"text": "a"}, HOLD]) as daemon:
         timer = threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGTERM])
-        replies = SocketBackend(daemon.path, interrupts=interrupts).ask(ASK)
+        replies = SocketBackend(daemon.path, interrupts=signals).ask(ASK)
         assert next(replies) == {"text": "a"}
         timer.start()
         assert list(replies) == []
-        assert interrupts.signal == signal.SIGTERM and interrupts.code == 143
+        assert signals.signal == signal.SIGTERM and signals.code == 143
         assert daemon.gone.wait(SECONDS)
         timer.join()
-
-
-def test_signals_first_and_second(interrupts: Signals) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    with pytest.raises(SystemExit) as ended:
-        signal.raise_signal(signal.SIGHUP)
-    assert ended.value.code == interrupts.code == 129
-    interrupts.forget()
-    interrupts.graceful = True
-    signal.raise_signal(signal.SIGINT)
-    assert interrupts.code == 130
-    with pytest.raises(SystemExit) as ended:
-        signal.raise_signal(signal.SIGINT)
-    assert ended.value.code == 130
-    interrupts.forget()
-    signal.raise_signal(signal.SIGTERM)
-    assert interrupts.code == 143
-    interrupts.forget()
-    assert interrupts.code == 0
-
-
-def test_a_signal_that_is_ignored_stays_so() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    with signals_put_back():
-        Signals()
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    signal.signal(signal.SIGHUP, before)

@@ -6,19 +6,12 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from tests.unit.fake_daemon import signals_put_back
 from toastkit.commands.pipes import WatchedInput
 from toastkit.interrupts import Signals
-
-
-@pytest.fixture
-def signals() -> Iterator[Signals]:
-    with signals_put_back():
-        yield Signals()
 
 
 def test_a_signal_on_another_thread_ends_a_wait(signals: Signals) -> None:
@@ -80,3 +73,21 @@ def test_the_second_one_ends_the_process(signals: Signals, number: int) -> None:
     with pytest.raises(SystemExit) as end:
         os.kill(os.getpid(), signal.SIGINT)
     assert end.value.code == 128 + number
+
+
+def test_the_first_one_ends_at_once_what_is_not_graceful(signals: Signals) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(SystemExit) as ended:
+        signal.raise_signal(signal.SIGHUP)
+    assert ended.value.code == signals.code == 129
+    signals.forget()
+    assert signals.code == 0
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with signals_put_back():
+        Signals()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    signal.signal(signal.SIGHUP, before)

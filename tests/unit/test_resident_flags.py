@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -203,12 +202,6 @@ def test_numbers_of_the_pages() -> None:
 
 
 # ------------------------------------------------------------------------------- memory warnings
-
-
-@pytest.fixture
-def signals() -> Iterator[Signals]:
-    with signals_put_back():
-        yield Signals()
 
 
 def test_memory_warnings_reach_who_heeds_them(signals: Signals) -> None:
