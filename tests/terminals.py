@@ -57,8 +57,9 @@ class Terminal:
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
-    def end(self) -> int:
-        """The exit code."""
+    def end(self, keys: str = "") -> int:
+        """Types keys and waits for the end; the exit code."""
+        self.type(keys)
         deadline = time.monotonic() + SECONDS
         while self._read(0.05) and time.monotonic() < deadline:
             pass

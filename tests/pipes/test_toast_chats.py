@@ -18,6 +18,7 @@ from tests.unit.fake_daemon import HOLD, SECONDS, FakeDaemon, answer, failure
 from tests.unit.test_cli import lines_of
 
 Run = Callable[..., subprocess.CompletedProcess]
+CTRL_D = "\x04"
 ONE, TWO, THREE = answer("one"), answer("two\n"), answer("three")
 
 
@@ -182,8 +183,7 @@ def test_a_person_types(terminal, home: Path) -> None:
         chat.expect("two\r\n> ")
         chat.type("\x1b[A\x1b[A!\r")  # two lines back
         chat.expect("three\r\n> ")
-        chat.type("\x04")
-        assert chat.end() == 0
+        assert chat.end(CTRL_D) == 0
     assert asked(daemon)[2] == ["first question", "one", "first again", "two\n", "first question!"]
     history = home.parent / "chat_history"
     assert history.stat().st_mode & 0o777 == 0o600
@@ -198,14 +198,12 @@ def test_lines_are_remembered_in_the_next_chat(terminal, home: Path) -> None:
             chat.expect("> ")
             chat.type(keys)
             chat.expect("one\r\n> ")
-            chat.type("\x04")
-            assert chat.end() == 0
+            assert chat.end(CTRL_D) == 0
         chat = terminal(daemon, "--no-history")
         chat.expect("> ")
         chat.type("\x1b[Asecret\r")
         chat.expect("one\r\n> ")
-        chat.type("\x04")
-        assert chat.end() == 0
+        assert chat.end(CTRL_D) == 0
     assert asked(daemon) == [["remember me"], ["remember me"], ["secret"]]
     assert "secret" not in (home.parent / "chat_history").read_text()
 
@@ -233,8 +231,7 @@ def test_ctrl_c_stops_an_answer_and_clears_a_line(terminal, home: Path) -> None:
         chat.expect("\r\n> ")
         chat.type("the end\r")
         chat.expect("three\r\n> ")
-        chat.type("\x04")
-        assert chat.end() == 0
+        assert chat.end(CTRL_D) == 0
     assert asked(daemon)[-1] == ["who are you", "I am", "go on", "two\n", "the end"]
 
 
@@ -247,8 +244,7 @@ def test_a_failure_does_not_end_a_chat_with_a_person(terminal, home: Path) -> No
         daemon.stop_listening()
         chat.type("c\r")
         chat.expect(f"toast: no daemon answers at {daemon.path}\r\n> ")
-        chat.type("\x04")
-        assert chat.end() == 0
+        assert chat.end(CTRL_D) == 0
     assert kept(home) == ["b", "two\n"]
 
 
@@ -263,8 +259,7 @@ def test_a_line_goes_on_after_ctrl_z(terminal, home: Path) -> None:
         chat.expect("> größ")
         chat.type("e\r")
         chat.expect("one\r\n> ")
-        chat.type("\x04")
-        assert chat.end() == 0
+        assert chat.end(CTRL_D) == 0
     assert asked(daemon) == [["größe"]]
 
 
@@ -275,8 +270,7 @@ def test_a_line_in_the_c_locale(terminal, monkeypatch) -> None:
         chat.expect("> ")
         chat.type("été\x7f\x7f\r")
         chat.expect("one\r\n> ")
-        chat.type("\x04")
-        assert chat.end() == 0
+        assert chat.end(CTRL_D) == 0
     assert asked(daemon) == [["é"]]
 
 
@@ -288,8 +282,7 @@ def test_a_line_that_is_not_text(terminal, tmp_path: Path) -> None:
         chat.expect("toast: the line is not UTF-8: byte 0xe9 at offset 3\r\n> ")
         chat.type("a\r")
         chat.expect("> ")
-        chat.type("\x04")
-        assert chat.end() == 0
+        assert chat.end(CTRL_D) == 0
     assert asked(daemon) == [["a"]]
 
 
@@ -309,6 +302,5 @@ def test_answers_go_to_a_file_and_prompts_to_the_screen(terminal, tmp_path: Path
             chat.expect("> ")
             chat.type(keys)
         chat.expect("> ")
-        chat.type("\x04")
-        assert chat.end() == 0
+        assert chat.end(CTRL_D) == 0
     assert (tmp_path / "out").read_bytes() == b"one\ntwo\n"

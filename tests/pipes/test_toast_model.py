@@ -189,8 +189,7 @@ def test_rm(model: Model, home: Path, tmp_path: Path) -> None:
         ("y\n", 0, b"removed"),
     ):
         with closing(Terminal(executable("model"), "rm", "copy", env=env)) as terminal:
-            terminal.type(keys)
-            assert terminal.end() == code and re.search(said, terminal.screen)
+            assert terminal.end(keys) == code and re.search(said, terminal.screen)
         assert (home / "copy").exists() == (keys != "y\n")
     unpack(home / "copy")
     assert ok(model("rm", "-q", "--yes", "copy")) == "" and not (home / "copy").exists()
