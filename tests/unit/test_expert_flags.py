@@ -27,6 +27,12 @@ def options(*arguments: str, command: click.Command = decode) -> ExpertsOptions 
     return expert_options(context(*arguments, command=command).params)
 
 
+def held_to(*arguments: str) -> str | None:
+    """What a daemon has to have."""
+    with context(*arguments) as made:
+        return insisted(made.params)
+
+
 @pytest.mark.parametrize(
     ("word", "mode", "gamma"),
     [
@@ -123,9 +129,9 @@ def test_options_that_are_none() -> None:
         prefill: "--prefill-experts little", perplexity: "--experts little or mobile",
     }  # fmt: skip
     for command, needed in needs.items():  # what would change nothing
-        made = context("--little-k", "2", command=command)
-        with pytest.raises(UsageError, match=f"^--little-k needs {needed}$"):
-            reject_unused(made, made.params)
+        told = pytest.raises(UsageError, match=f"^--little-k needs {needed}$")
+        with context("--little-k", "2", command=command) as made, told:
+            reject_unused(made.params)
 
 
 @pytest.mark.parametrize(
@@ -144,15 +150,12 @@ def test_options_that_are_none() -> None:
     ],
 )  # fmt: skip
 def test_a_daemon_is_held_to_what_is_typed(arguments: str, setting: str | None) -> None:
-    made = context(*arguments.split())
-    assert insisted(made, made.params) == setting
+    assert held_to(*arguments.split()) == setting
     if setting is not None:  # which says the same again
-        again = context("--experts", *setting.split())
-        assert insisted(again, again.params) == setting
+        assert held_to("--experts", *setting.split()) == setting
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOAST_EXPERTS", "little")
-        by_variable = context()
-        assert insisted(by_variable, by_variable.params) is None
+        assert held_to() is None
 
 
 REPORT = {"mode": "mobile", "gamma": 0.7, "k": 8, "little_k": 4, "steps": 200, "fallbacks": 1,

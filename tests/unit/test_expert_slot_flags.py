@@ -58,22 +58,22 @@ def test_a_setting_says_what_the_flags_would(kind: str, amount: int, prefetch: s
 
 
 def test_prefetching_needs_slots() -> None:
-    made = context("--expert-prefetch", "1")
-    with pytest.raises(UsageError, match="--expert-prefetch needs --expert-slots"):
-        reject_unused(made, made.params)
-    made = context("--expert-slots", "8", "--expert-prefetch", "1")
-    reject_unused(made, made.params)
+    needs = pytest.raises(UsageError, match="--expert-prefetch needs --expert-slots")
+    with context("--expert-prefetch", "1") as made, needs:
+        reject_unused(made.params)
+    with context("--expert-slots", "8", "--expert-prefetch", "1") as made:
+        reject_unused(made.params)
     for wrong in (("all", 0, "off"), ("slots", -1, "off"), ("slots", 3, "4")):
         with pytest.raises(UsageError):
             SlotOptions(*wrong)
 
 
 def test_a_daemon_is_held_to_what_is_on_the_command_line() -> None:
-    made = context("--expert-slots", "8")
-    assert insisted(made, made.params, None) == "all --expert-slots 8"
-    assert insisted(made, made.params, "50%") == "50% --expert-slots 8"
-    made = context()
-    assert insisted(made, made.params, None) is None and insisted(made, made.params, "3") == "3"
+    with context("--expert-slots", "8") as made:
+        assert insisted(made.params, None) == "all --expert-slots 8"
+        assert insisted(made.params, "50%") == "50% --expert-slots 8"
+    with context() as made:
+        assert insisted(made.params, None) is None and insisted(made.params, "3") == "3"
 
 
 def test_reports_in_words(capfd) -> None:

@@ -40,6 +40,17 @@ def options(*arguments: str) -> ResidencyOptions | None:
     return residency_options(context(*arguments).params)
 
 
+def held_to(*arguments: str) -> str | None:
+    """What a daemon has to have."""
+    with context(*arguments) as made:
+        return insisted(made.params)
+
+
+def check(*arguments: str) -> None:
+    with context(*arguments) as made:
+        reject_unused(made.params)
+
+
 # ----------------------------------------------------------------------------------------- parsing
 
 
@@ -95,7 +106,7 @@ def test_variables() -> None:
         patch.setenv("TOAST_PRIORITY", "max-tps")
         assert options() == ResidencyOptions("auto", 0, "last", "max-tps")
         assert options("--resident", "3") == ResidencyOptions("layers", 3, "last", "max-tps")
-        reject_unused(context("--resident", "3"), context("--resident", "3").params)
+        check("--resident", "3")
         patch.setenv("TOAST_RESIDENT", "most")
         with pytest.raises(click.BadParameter, match="'most'"):
             context()
@@ -124,9 +135,8 @@ def test_the_choices_are_those_of_the_policy() -> None:
     ],
 )
 def test_what_would_change_nothing(arguments: str, message: str) -> None:
-    made = context(*arguments.split())
     with pytest.raises(UsageError, match=message):
-        reject_unused(made, made.params)
+        check(*arguments.split())
 
 
 @pytest.mark.parametrize(
@@ -135,8 +145,7 @@ def test_what_would_change_nothing(arguments: str, message: str) -> None:
      "--resident 3 --placement interleaved"],
 )  # fmt: skip
 def test_what_makes_sense(arguments: str) -> None:
-    made = context(*arguments.split())
-    reject_unused(made, made.params)
+    check(*arguments.split())
 
 
 # ---------------------------------------------------------------------------------------- settings
@@ -158,15 +167,12 @@ def test_what_makes_sense(arguments: str) -> None:
     ],
 )  # fmt: skip
 def test_a_daemon_is_held_to_what_is_typed(arguments: str, setting: str | None) -> None:
-    made = context(*arguments.split())
-    assert insisted(made, made.params) == setting
+    assert held_to(*arguments.split()) == setting
     if setting is not None:  # which says the same again
-        again = context("--resident", *setting.split())
-        assert insisted(again, again.params) == setting
+        assert held_to("--resident", *setting.split()) == setting
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOAST_RESIDENT", "7")
-        by_variable = context()
-        assert insisted(by_variable, by_variable.params) is None
+        assert held_to() is None
 
 
 # ----------------------------------------------------------------------------------------- reports

@@ -170,8 +170,12 @@ def _completes(name: str) -> str:
     return f"_{name}_complete".replace("-", "_").upper()
 
 
-def given(context: click.Context, *names: str) -> list[str]:
-    """Those of the named parameters that were given as flags on the command line."""
+def given(*names: str) -> list[str]:
+    """Those of the command's named parameters that were given as flags on the command line; none
+    outside a command."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return []
     return [spelled(n, context) for n in names if context.get_parameter_source(n) is TYPED]
 
 
@@ -186,10 +190,9 @@ def spelled(name: str, context: click.Context | None = None) -> str:
     return next((n for n in reversed(option.opts) if n in words), option.opts[-1])
 
 
-def refuse_together(context: click.Context, reason: str, *names: str) -> None:
+def refuse_together(reason: str, *names: str) -> None:
     """Raise UsageError if one of the parameters was given on the command line."""
-    wrong = given(context, *names)
-    if wrong:
+    if wrong := given(*names):
         raise UsageError(f"{wrong[0]} {reason}")
 
 

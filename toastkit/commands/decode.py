@@ -48,34 +48,31 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 @policy_flags.policies
 @options.engine
 @options.no_daemon
-@click.pass_context
-def decode(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
-    policy_flags.reject_unused(context, flags)
-    insisted = policy_flags.insisted(context, flags)
+def decode(prompt: tuple[str, ...], **flags) -> int:
+    policy_flags.reject_unused(flags)
+    insisted = policy_flags.insisted(flags)
     first = _first_byte(prompt, flags)
     if starts_frames(first):
-        _refuse_text(context, prompt, flags)
+        _refuse_text(prompt, flags)
         return _filter(flags, first, insisted)
-    cli.refuse_together(context, "is for frames, but there are none on stdin", *ONLY_FRAMES)
+    cli.refuse_together("is for frames, but there are none on stdin", *ONLY_FRAMES)
     if flags["as_json"]:
-        cli.refuse_together(context, "is for text, not with --json", "no_newline")
+        cli.refuse_together("is for text, not with --json", "no_newline")
     else:
-        cli.refuse_together(context, "needs --json, which shows them", "top")
+        cli.refuse_together("needs --json, which shows them", "top")
     if flags["require_hit"] and flags["session"] is None and flags["fork"] is None:
         raise UsageError("--require-hit needs a --session or a --fork")
     return _answer(prompt, flags, first, insisted)
 
 
-def _refuse_text(context: click.Context, prompt: tuple[str, ...], flags: dict[str, Any]) -> None:
+def _refuse_text(prompt: tuple[str, ...], flags: dict[str, Any]) -> None:
     """Raise UsageError for what makes no sense with frames in and out."""
     if prompt:
         raise UsageError("stdin holds frames: there is no room for a prompt")
-    cli.refuse_together(context, "is for text, but stdin holds frames", *ONLY_TEXT)
+    cli.refuse_together("is for text, but stdin holds frames", *ONLY_TEXT)
     if not flags["greedy"] and flags["force"] is None:
-        cli.refuse_together(
-            context, "is not for the middle of a pipe: give it to toast-entropy-gear",
-            *gear_flags.TELEMETRY_NAMES,
-        )  # fmt: skip
+        why = "is not for the middle of a pipe: give it to toast-entropy-gear"
+        cli.refuse_together(why, *gear_flags.TELEMETRY_NAMES)
 
 
 def _first_byte(prompt: tuple[str, ...], flags: dict[str, Any]) -> bytes:

@@ -18,8 +18,7 @@ from toastkit.text.exact_numbers import counted
 @click.option("--frames", "as_frames", is_flag=True, help="Write text frames among the others.")
 @options.no_newline
 @options.fail_on_length
-@click.pass_context
-def detokenize(context: click.Context, **flags) -> int:
+def detokenize(**flags) -> int:
     from toastkit.commands.pipes import run_filter
     from toastkit.model.locate import for_stream, locate
     from toastkit.stages.detokenize import TextOptions
@@ -29,7 +28,7 @@ def detokenize(context: click.Context, **flags) -> int:
     from toastkit.text.tokenizer import Tokenizer
 
     if flags["as_frames"]:
-        cli.refuse_together(context, "is for text, not with --frames", "no_newline")
+        cli.refuse_together("is for text, not with --frames", "no_newline")
     settings = TextOptions(flags["stop"], flags["keep_special"], flags["echo"])
     outcome = Outcome()
     tokenizers: dict[str, Tokenizer] = {}

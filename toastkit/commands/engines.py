@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from toastkit.commands.cli import given, say
 from toastkit.commands.options import native_options
 from toastkit.commands.progress import last_part, waiting
@@ -92,8 +90,7 @@ def attach(
     is asked. insisted: the required setting of its residency and slots, None for any. Raises
     UsageError for a TOAST_SOCKET that cannot be a socket's path, and for a daemon that runs the
     model with another setting."""
-    context = click.get_current_context(silent=True)
-    here = flags["no_daemon"] or (context and given(context, *NativeOptions._fields))
+    here = flags["no_daemon"] or given(*NativeOptions._fields)
     path = None if here else _daemon_socket()
     if path is None:
         return None

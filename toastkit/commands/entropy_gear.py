@@ -25,13 +25,12 @@ CALIBRATION_NAMES = ("model", "raw", *MEASURE_NAMES)
 @options.model
 @click.option("--raw", is_flag=True, help="Read the text as it stands: no chat template.")
 @options.engine
-@click.pass_context
-def entropy_gear(context: click.Context, strategy: str | None, **flags) -> int:
+def entropy_gear(strategy: str | None, **flags) -> int:
     if strategy is None:
-        cli.refuse_together(context, "needs --calibrate", *CALIBRATION_NAMES)
+        cli.refuse_together("needs --calibrate", *CALIBRATION_NAMES)
         return _filter(flags)
     try:
-        return _calibrate(context, strategy, flags)
+        return _calibrate(strategy, flags)
     except ToastError as error:
         error.sent = True  # stdout is text here: nobody waits for an error frame
         raise
@@ -53,16 +52,14 @@ def _filter(flags: dict[str, Any]) -> int:
     return run_filter(build)
 
 
-def _calibrate(context: click.Context, strategy: str, flags: dict[str, Any]) -> int:
+def _calibrate(strategy: str, flags: dict[str, Any]) -> int:
     from toastkit.commands.calibrate import OFF, PREFILL, calibrate
 
-    cli.refuse_together(context, "is for frames, and --calibrate reads none", *TELEMETRY_NAMES)
+    cli.refuse_together("is for frames, and --calibrate reads none", *TELEMETRY_NAMES)
     if strategy != PREFILL:
-        cli.refuse_together(context, "is for --calibrate prefill", "raw")
+        cli.refuse_together("is for --calibrate prefill", "raw")
     if strategy == OFF:
-        cli.refuse_together(
-            context, "is for measuring: --calibrate off loads no model", *MEASURE_NAMES
-        )
+        cli.refuse_together("is for measuring: --calibrate off loads no model", *MEASURE_NAMES)
     return calibrate(strategy, flags)
 
 

@@ -85,7 +85,7 @@ prompt_experts = together(prefill_experts, little_k)
 EXPERT_NAMES = ("experts", "little_k", "prefill_experts")
 
 
-def reject_unused(context: click.Context, flags: dict[str, Any]) -> None:
+def reject_unused(flags: dict[str, Any]) -> None:
     """Raise UsageError for expert options without effect, or that make no sense."""
     options = expert_options(flags)
     if options is None or not options.runs_little:
@@ -96,7 +96,7 @@ def reject_unused(context: click.Context, flags: dict[str, Any]) -> None:
             )
             if name in flags
         ]  # fmt: skip
-        refuse_together(context, f"needs {' or '.join(wanted)}", "little_k")
+        refuse_together(f"needs {' or '.join(wanted)}", "little_k")
 
 
 def expert_options(flags: dict[str, Any]) -> ExpertsOptions | None:
@@ -115,10 +115,10 @@ def expert_options(flags: dict[str, Any]) -> ExpertsOptions | None:
     return None if chosen is None else ExpertsOptions(mode)  # --little-k is from a variable
 
 
-def insisted(context: click.Context, flags: dict[str, Any]) -> str | None:
+def insisted(flags: dict[str, Any]) -> str | None:
     """The setting that a daemon must have to be used, from the command line. None if there is none:
     environment variables are for models that are loaded here."""
-    if not given(context, *EXPERT_NAMES):
+    if not given(*EXPERT_NAMES):
         return None
     options = expert_options(flags)
     return "big" if options is None else options.setting

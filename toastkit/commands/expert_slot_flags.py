@@ -28,10 +28,10 @@ expert_slots = together(
 SLOT_NAMES = ("expert_slots", "expert_prefetch")
 
 
-def reject_unused(context: click.Context, flags: dict[str, Any]) -> None:
+def reject_unused(flags: dict[str, Any]) -> None:
     """Raise UsageError for slot options without effect."""
     if flags["expert_slots"] is None:
-        refuse_together(context, "needs --expert-slots", "expert_prefetch")
+        refuse_together("needs --expert-slots", "expert_prefetch")
 
 
 def slot_options(flags: dict[str, Any]) -> SlotOptions | None:
@@ -44,8 +44,8 @@ def slot_options(flags: dict[str, Any]) -> SlotOptions | None:
     return SlotOptions(amount.kind, int(amount.amount), flags["expert_prefetch"])
 
 
-def insisted(context: click.Context, flags: dict[str, Any], resident: str | None) -> str | None:
+def insisted(flags: dict[str, Any], resident: str | None) -> str | None:
     """The setting that a daemon must have to be used, from these options and those of the residency
     (resident_flags.insisted). None if the command line has none."""
-    slots = slot_options(flags) if given(context, *SLOT_NAMES) else None
+    slots = slot_options(flags) if given(*SLOT_NAMES) else None
     return resident if slots is None else f"{resident or 'all'} {slots.setting}"

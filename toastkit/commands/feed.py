@@ -21,8 +21,7 @@ from toastkit.frames import starts_frames
 )  # fmt: skip
 @click.option("--end", is_flag=True, help="End the run after the last ID.")
 @click.option("--ignore-eos", is_flag=True, help="Do not end the run at an end-of-turn token.")
-@click.pass_context
-def feed(context: click.Context, ids: tuple[int, ...], **flags) -> int:
+def feed(ids: tuple[int, ...], **flags) -> int:
     if flags["run"] is not None and flags["session"] is not None:
         raise UsageError("--run and --session exclude each other")
     sends = bool(ids or flags["end"])

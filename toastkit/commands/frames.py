@@ -43,15 +43,14 @@ from toastkit.text.terminal import shown
     help="Entries that a top-k list holds.",
 )
 @options.inline
-@click.pass_context
-def frames(context: click.Context, **flags) -> int:
+def frames(**flags) -> int:
     if flags["validate"]:
         others = ("stat", "as_json", "kinds", "span", "inline")
-        cli.refuse_together(context, "does not go with --validate, which looks at all", *others)
+        cli.refuse_together("does not go with --validate, which looks at all", *others)
     if not flags["as_json"] or flags["stat"]:
-        cli.refuse_together(context, "is for --json", "arrays", "top")
+        cli.refuse_together("is for --json", "arrays", "top")
     if flags["arrays"] != "topk":
-        cli.refuse_together(context, "is for --arrays topk", "top")
+        cli.refuse_together("is for --arrays topk", "top")
     kinds = _kinds(flags["kinds"])
     start, stop = _span(flags["span"])
 

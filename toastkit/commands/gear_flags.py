@@ -87,12 +87,12 @@ def gear_rules(flags: dict[str, Any], explain: Callable[[str], None] | None = No
     return GearRules(selector, not (own or flags["no_calibration"]), explain)
 
 
-def reject_unused(context: click.Context, flags: dict[str, Any]) -> None:
+def reject_unused(flags: dict[str, Any]) -> None:
     """Raise UsageError for gear options without effect."""
     if flags["gear"] == "off":
-        refuse_together(context, "needs a --gear", *GEAR_NAMES)
+        refuse_together("needs a --gear", *GEAR_NAMES)
     if flags["gear"] != "auto":
-        refuse_together(context, "is for --gear auto", *TELEMETRY_NAMES)
+        refuse_together("is for --gear auto", *TELEMETRY_NAMES)
 
 
 def gear_settings(flags: dict[str, Any]):

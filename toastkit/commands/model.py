@@ -55,14 +55,13 @@ def list_command(**flags) -> int:
 @click.option(
     "--device", is_flag=True, allow_from_autoenv=False, help="Say what computes here instead."
 )
-@click.pass_context
-def info(context: click.Context, name: str, **flags) -> int:
+def info(name: str, **flags) -> int:
     if flags["supported"] and flags["device"]:
         raise UsageError("--supported and --device exclude each other")
     for instead, tell in (("supported", _supported), ("device", _device)):
         if not flags[instead]:
             continue
-        if cli.given(context, "name"):
+        if cli.given("name"):
             raise UsageError(f"--{instead} takes no model")
         return tell(flags)
     from toastkit.model import info as facts

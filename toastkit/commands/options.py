@@ -165,10 +165,9 @@ engine = together(
 def native_options(flags: dict[str, Any]) -> NativeOptions:
     """NativeOptions from flags. Raises UsageError for options on how native products are computed
     if the command line turns these off."""
-    context = click.get_current_context(silent=True)
-    if context and flags["native"] == "off" and cli.given(context, "native"):
-        cli.refuse_together(context, "is for native products, and --native off has none",
-                        "threads", "native_exact")  # fmt: skip
+    if flags["native"] == "off" and cli.given("native"):
+        why = "is for native products, and --native off has none"
+        cli.refuse_together(why, "threads", "native_exact")
     return NativeOptions(*(flags[name] for name in NativeOptions._fields))
 
 

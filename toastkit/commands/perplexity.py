@@ -49,14 +49,13 @@ STDIN = "-"
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per token.")
 @policy_flags.scoring_policies
 @options.engine
-@click.pass_context
-def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
+def perplexity(files: tuple[str, ...], **flags) -> int:
     from toastkit.commands.engines import load, open_unloaded
     from toastkit.interrupts import Signals
     from toastkit.model.config import load_config
     from toastkit.text.tokenizer import Tokenizer
 
-    _check(context, flags)
+    _check(flags)
     policies = policy_flags.policy_options(flags)
     signals = Signals()  # SIGTERM and SIGHUP end a run as Ctrl-C does
     if policies.gives_up:
@@ -81,14 +80,14 @@ def perplexity(context: click.Context, files: tuple[str, ...], **flags) -> int:
     return 0
 
 
-def _check(context: click.Context, flags: dict[str, Any]) -> None:
+def _check(flags: dict[str, Any]) -> None:
     """Raise UsageError for options without effect, or that make no sense."""
-    policy_flags.reject_unused(context, flags)
+    policy_flags.reject_unused(flags)
     if flags["experts"] is not None and flags["experts"].mode == "mobile":
-        cli.refuse_together(context, "and --experts mobile exclude each other", "chunk")
+        cli.refuse_together("and --experts mobile exclude each other", "chunk")
     if flags["gear"] != "auto":
         return
-    cli.refuse_together(context, "and --gear auto exclude each other", "chunk")
+    cli.refuse_together("and --gear auto exclude each other", "chunk")
     gear_flags.gear_rules(flags)
 
 

@@ -47,10 +47,9 @@ def add_to(group: click.Group) -> None:
     help="Bytes that the memory gives in a second, such as 100G: tells times too.",
 )  # fmt: skip
 @as_json
-@click.pass_context
-def _plan(given: click.Context, /, name: str, **flags) -> int:
+def _plan(name: str, **flags) -> int:
     if not flags["gears"]:
-        cli.refuse_together(given, "needs --gears", "gear_scope", "gear_bits", "bandwidth")
+        cli.refuse_together("needs --gears", "gear_scope", "gear_bits", "bandwidth")
     from toastkit.gears.gear_options import GearOptions
     from toastkit.model.locate import find
     from toastkit.text.terminal import shown

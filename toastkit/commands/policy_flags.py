@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from toastkit.commands import expert_flags, expert_slot_flags, gear_flags, resident_flags
 from toastkit.commands.options import model_name, native_options, together
 
@@ -29,12 +27,12 @@ POLICY_NAMES = (
 )  # fmt: skip
 
 
-def reject_unused(context: click.Context, flags: dict[str, Any]) -> None:
+def reject_unused(flags: dict[str, Any]) -> None:
     """Raise UsageError for options without effect."""
     if "gear" in flags:
-        gear_flags.reject_unused(context, flags)
+        gear_flags.reject_unused(flags)
     for one in (expert_flags, resident_flags, expert_slot_flags):
-        one.reject_unused(context, flags)
+        one.reject_unused(flags)
 
 
 def policy_options(flags: dict[str, Any]) -> PolicyOptions:
@@ -60,8 +58,8 @@ def service_settings(flags: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def insisted(context: click.Context, flags: dict[str, Any]) -> str | None:
+def insisted(flags: dict[str, Any]) -> str | None:
     """What a daemon must keep on its device to be used, as in PolicyOptions.resident; None for
     anything."""
-    resident = resident_flags.insisted(context, flags)
-    return expert_slot_flags.insisted(context, flags, resident)
+    resident = resident_flags.insisted(flags)
+    return expert_slot_flags.insisted(flags, resident)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-import click
-
 from toastkit.commands import cli, options, policy_flags, run_reports
 
 if TYPE_CHECKING:
@@ -21,17 +19,16 @@ if TYPE_CHECKING:
 @policy_flags.prompt_policies
 @options.engine
 @options.no_daemon
-@click.pass_context
-def prefill(context: click.Context, **flags) -> int:
+def prefill(**flags) -> int:
     from toastkit.commands.engines import Engines
     from toastkit.commands.pipes import run_filter
     from toastkit.commands.progress import read_options
     from toastkit.stages.prefill import prefill as stage
     from toastkit.stages.run.pipe_prefill import PrefillEnd
 
-    policy_flags.reject_unused(context, flags)
+    policy_flags.reject_unused(flags)
     settings = read_options(flags)
-    insisted = policy_flags.insisted(context, flags)
+    insisted = policy_flags.insisted(flags)
     engines = Engines(flags, policy_flags.policy_options(flags), insisted)
 
     def build(frames, signals):

@@ -37,12 +37,12 @@ residency = together(
 RESIDENT_NAMES = ("resident", "placement", "priority")
 
 
-def reject_unused(context: click.Context, flags: dict[str, Any]) -> None:
+def reject_unused(flags: dict[str, Any]) -> None:
     """Raise UsageError for residency options without effect."""
     if flags["resident"].kind != "auto":
-        refuse_together(context, "is for --resident auto", "priority")
+        refuse_together("is for --resident auto", "priority")
     if flags["resident"].kind == "all":
-        refuse_together(context, "needs a --resident other than all", "placement")
+        refuse_together("needs a --resident other than all", "placement")
 
 
 def residency_options(flags: dict[str, Any]) -> ResidencyOptions | None:
@@ -50,11 +50,11 @@ def residency_options(flags: dict[str, Any]) -> ResidencyOptions | None:
     return None if flags["resident"].kind == "all" else _options(flags)
 
 
-def insisted(context: click.Context, flags: dict[str, Any]) -> str | None:
+def insisted(flags: dict[str, Any]) -> str | None:
     """The setting that a daemon must have to be used, from the command line. None if there is none:
     environment variables are for models that are loaded here, since an answer does not depend on
     which layers are resident."""
-    return _options(flags).setting if given(context, *RESIDENT_NAMES) else None
+    return _options(flags).setting if given(*RESIDENT_NAMES) else None
 
 
 def _options(flags: dict[str, Any]) -> ResidencyOptions:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 @options.sampling
 @options.max_tokens
 @click.option("--no-feed", is_flag=True, help="Tell no decode: only draw, as from a saved stream.")
-@click.pass_context
-def sample(context: click.Context, **flags) -> int:
+def sample(**flags) -> int:
     from toastkit.commands.pipes import run_filter
     from toastkit.stages.run.pipe_feed import PipeFeed
     from toastkit.stages.sample import DrawOptions

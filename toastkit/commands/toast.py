@@ -58,11 +58,10 @@ OF_THIS_PROCESS = ("device", "dtype", "kv_bits", *NativeOptions._fields, "gear")
 @click.option("--socket", metavar="PATH", help="Where the daemon listens.")
 @options.engine
 @policy_flags.policies
-@click.pass_context
-def toast(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
-    _check(context, flags)
+def toast(prompt: tuple[str, ...], **flags) -> int:
+    _check(flags)
     request_options = _request_options(flags)
-    chat = _conversation(context, flags)
+    chat = _conversation(flags)
     question = "" if flags["chat"] else _question(prompt)
 
     from toastkit.client.backend import choose_backend
@@ -71,11 +70,11 @@ def toast(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     from toastkit.interrupts import Signals
 
     interrupts, lines = Signals(), Lines(cli.say)
-    backend = choose_backend(_wanted(context, flags, lines), interrupts)
+    backend = choose_backend(_wanted(flags, lines), interrupts)
     if flags["resident"].kind != "all" or flags["expert_slots"] is not None:
         interrupts.on_memory_warning(backend.memory_warning)
     try:
-        turns = Turns(chat, backend, interrupts, _settings(context, flags, request_options, lines))
+        turns = Turns(chat, backend, interrupts, _settings(flags, request_options, lines))
         if flags["chat"]:
             return _chat(turns, prompt, flags, interrupts)
         turns.ask(question)
@@ -84,19 +83,19 @@ def toast(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
     return interrupts.code
 
 
-def _check(context: click.Context, flags: dict[str, Any]) -> None:
+def _check(flags: dict[str, Any]) -> None:
     """Raise UsageError for flags that make no sense together."""
     if not flags["as_json"]:
-        cli.refuse_together(context, "needs --json, which shows them", "top")
+        cli.refuse_together("needs --json, which shows them", "top")
     if flags["extract"]:
-        cli.refuse_together(context, "is for one answer as text, not with --extract",
-                            "chat", "as_json")  # fmt: skip
+        why = "is for one answer as text, not with --extract"
+        cli.refuse_together(why, "chat", "as_json")
     if flags["no_daemon"]:
-        cli.refuse_together(context, "is for a daemon, not with --no-daemon", "socket")
+        cli.refuse_together("is for a daemon, not with --no-daemon", "socket")
     if flags["quiet"]:
-        cli.refuse_together(context, "has something to say, but not with --quiet", "usage")
-    policy_flags.reject_unused(context, flags)
-    if (names := cli.given(context, *OF_THIS_PROCESS)) and cli.given(context, "socket"):
+        cli.refuse_together("has something to say, but not with --quiet", "usage")
+    policy_flags.reject_unused(flags)
+    if (names := cli.given(*OF_THIS_PROCESS)) and cli.given("socket"):
         raise UsageError(f"{names[0]} is for a model in this process, not with --socket")
 
 
@@ -136,7 +135,7 @@ def _refuse_infinite(name: str, value: Any) -> None:
         raise UsageError(f"invalid {name.replace('_', '-')}: {value} is not a number in reach")
 
 
-def _conversation(context: click.Context, flags: dict[str, Any]) -> Chat:
+def _conversation(flags: dict[str, Any]) -> Chat:
     """The conversation that the flags name, with its system message. Raises UsageError if it has
     another one; an environment variable for --system only counts at its beginning."""
     from toastkit.client.chats import Chat, last_chat, named_chat
@@ -152,7 +151,7 @@ def _conversation(context: click.Context, flags: dict[str, Any]) -> Chat:
         chat = Chat(None)
     if system is not None and not chat.messages:
         chat.begin(system)
-    elif system != chat.system and cli.given(context, "system"):
+    elif system != chat.system and cli.given("system"):
         raise UsageError(
             "the conversation has another system message", hint="begin a new one with --session"
         )
@@ -178,25 +177,23 @@ def _joined(words: tuple[str, ...]) -> str:
     return " ".join(word for word in words if word != "-")
 
 
-def _wanted(context: click.Context, flags: dict[str, Any], lines: Lines) -> Wanted:
+def _wanted(flags: dict[str, Any], lines: Lines) -> Wanted:
     """What the flags say about the backend. OF_THIS_PROCESS require this process."""
     from toastkit.client.backend import Wanted
 
     return Wanted(
         model=flags["model"],
         settings=policy_flags.service_settings(flags),
-        here=flags["no_daemon"] or bool(cli.given(context, *OF_THIS_PROCESS)),
+        here=flags["no_daemon"] or bool(cli.given(*OF_THIS_PROCESS)),
         socket=flags["socket"],
-        insist=bool(cli.given(context, "socket")),
+        insist=bool(cli.given("socket")),
         say=lines,
         verbose=flags["verbose"],
         quiet=flags["quiet"],
     )
 
 
-def _settings(
-    context: click.Context, flags: dict[str, Any], request_options: dict[str, Any], lines: Lines
-) -> TurnSettings:
+def _settings(flags: dict[str, Any], request_options: dict[str, Any], lines: Lines) -> TurnSettings:
     from toastkit.client.output import (
         JsonOutput,
         Output,
@@ -222,8 +219,8 @@ def _settings(
         options=request_options,
         output=form,
         model=options.absolute_model(flags["model"]),
-        resident=policy_flags.insisted(context, flags),
-        experts=expert_flags.insisted(context, flags),
+        resident=policy_flags.insisted(flags),
+        experts=expert_flags.insisted(flags),
         tools=options.read_tools(flags["tools"]),
         progress=Progress(ProgressBar) if watched(flags) else None,
         keep=not flags["no_history"],

@@ -94,8 +94,7 @@ def _actions(context: click.Context, parameter: click.Parameter, incomplete: str
     help="How long requests may go on when it is to end.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="With an action: print the reply as JSON.")
-@click.pass_context
-def toasted(context: click.Context, action: str | None, **flags) -> int:
+def toasted(action: str | None, **flags) -> int:
     from toastkit.daemon.paths import socket_path
 
     flags["socket"] = socket_path(flags["socket"])
@@ -104,14 +103,14 @@ def toasted(context: click.Context, action: str | None, **flags) -> int:
         action, flags["daemon"] = None, True
     if action is not None:
         _check_action(action)
-        cli.refuse_together(context, "is for the daemon, not for an action", *ONLY_DAEMON)
+        cli.refuse_together("is for the daemon, not for an action", *ONLY_DAEMON)
         return _act(action, flags)
-    cli.refuse_together(context, f"needs an action: {', '.join(ACTIONS)}", "as_json")
-    policy_flags.reject_unused(context, flags)
-    if len(cli.given(context, "audit", "no_audit")) > 1:
+    cli.refuse_together(f"needs an action: {', '.join(ACTIONS)}", "as_json")
+    policy_flags.reject_unused(flags)
+    if len(cli.given("audit", "no_audit")) > 1:
         raise UsageError("--audit and --no-audit exclude each other")
     if flags["no_audit"]:
-        cli.refuse_together(context, "needs an audit log", "audit_text")
+        cli.refuse_together("needs an audit log", "audit_text")
     if restarts:
         options.checkpoint(flags)  # before the one that serves is stopped for nothing
         policy_flags.service_settings(flags)

@@ -23,15 +23,14 @@ from toastkit.errors import UsageError
 )  # fmt: skip
 @click.option("--count", is_flag=True, help="Print the number of tokens instead.")
 @click.option("--template-only", is_flag=True, help="Print the rendered text instead.")
-@click.pass_context
-def tokenize(context: click.Context, prompt: tuple[str, ...], **flags) -> int:
+def tokenize(prompt: tuple[str, ...], **flags) -> int:
     from toastkit.commands.prompt import prompt_tokenizer, prompts
     from toastkit.stages.tokenize import at
 
     if flags["count"] and flags["template_only"]:
         raise UsageError("--count and --template-only exclude each other")
     if not flags["truncate"]:
-        cli.refuse_together(context, "is only for --truncate here", "max_tokens")
+        cli.refuse_together("is only for --truncate here", "max_tokens")
     if not (flags["count"] or flags["template_only"]):
         return _frames(prompt, flags)
     tokenizer = prompt_tokenizer(flags)
