@@ -61,7 +61,8 @@ def command(name: str, under: click.Group | None = None, **settings: Any):
         }
         made = click.command(name=name, context_settings=context, **settings)(function)
         for parameter in made.params:
-            if isinstance(parameter, click.Option) and _takes_variable(parameter):
+            option = isinstance(parameter, click.Option)
+            if option and parameter.expose_value and parameter.allow_from_autoenv:
                 parameter.envvar = _variables(parameter)
             if parameter.type is click.STRING and parameter._custom_shell_complete is None:
                 parameter._custom_shell_complete = files
@@ -73,7 +74,8 @@ def command(name: str, under: click.Group | None = None, **settings: Any):
 
 
 class Group(click.Group):
-    """Subcommands; a misspelt one is refused with the nearest name."""
+    """Subcommands, which `command(..., under=)` adds; a misspelt one is refused with the nearest
+    name."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]):
         """The subcommand that the first argument names. Raises UsageError."""
@@ -86,15 +88,6 @@ class Group(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order in which they were added."""
         return list(self.commands)
-
-
-def group(name: str, **settings: Any):
-    """Decorator: a group `toast-NAME` of subcommands, which `command(..., under=)` adds."""
-    return command(name, cls=Group, no_args_is_help=False, **settings)
-
-
-def _takes_variable(option: click.Option) -> bool:
-    return option.expose_value and option.allow_from_autoenv
 
 
 def _variables(option: click.Parameter) -> list[str]:

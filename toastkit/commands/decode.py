@@ -229,7 +229,7 @@ class JsonWriter:
                 }
             )  # fmt: skip
         elif isinstance(frame, End):
-            told = {k: frame.extra[k] for k in run_reports.REPORTS if k in frame.extra}
+            told = {k: frame.extra[k] for k in run_reports.COUNTED if k in frame.extra}
             self._write({"end": frame.reason, "n": frame.n, "text": self._text, **told})
 
     def _write(self, value: dict) -> None:

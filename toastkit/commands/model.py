@@ -21,7 +21,7 @@ from toastkit.text.exact_numbers import counted
 from toastkit.text.terminal import shown
 
 
-@cli.group("model")
+@cli.command("model", cls=cli.Group, no_args_is_help=False)
 def model(**flags) -> None:
     pass
 
@@ -305,7 +305,9 @@ def verify(name: str, **flags) -> int:
     return 0
 
 
-plan.add_to(model)
+cli.command("plan", under=model, help="Say what of a model fits into memory, and how fast it is.")(
+    plan.plan
+)
 
 # ---------------------------------------------------------------------------------------- shared
 

@@ -24,13 +24,6 @@ HEAD = ("GEAR", "BITS", "DEVICE", "MANAGED", "TOKEN", "RATIO", "SPEEDUP")
 TIMES = ("SECONDS", "BREAK-EVEN")
 
 
-def add_to(group: click.Group) -> None:
-    """Add the command to a group."""
-    cli.command(
-        "plan", under=group, help="Say what of a model fits into memory, and how fast it is."
-    )(_plan)
-
-
 @click.argument("name", default="crumb", envvar="TOAST_MODEL", shell_complete=completion.models)
 @residency_flags
 @click.option(
@@ -47,7 +40,8 @@ def add_to(group: click.Group) -> None:
     help="Bytes that the memory gives in a second, such as 100G: tells times too.",
 )  # fmt: skip
 @as_json
-def _plan(name: str, **flags) -> int:
+def plan(name: str, **flags) -> int:
+    """The command, for the group of toast-model."""
     if not flags["gears"]:
         cli.refuse_together("needs --gears", "gear_scope", "gear_bits", "bandwidth")
     from toastkit.gears.gear_options import GearOptions

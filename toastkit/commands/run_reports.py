@@ -113,4 +113,3 @@ COUNTED = {
     "gears": counted_gears, "residency": counted_residency, "experts": counted_experts,
     "slots": counted_slots,
 }  # fmt: skip
-REPORTS = tuple(COUNTED)
