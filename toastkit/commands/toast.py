@@ -70,8 +70,9 @@ def toast(prompt: tuple[str, ...], **flags) -> int:
     from toastkit.interrupts import Signals
 
     interrupts, lines = Signals(), Lines(cli.say)
-    backend = choose_backend(_wanted(flags, lines), interrupts)
-    if flags["resident"].kind != "all" or flags["expert_slots"] is not None:
+    wanted = _wanted(flags, lines)
+    backend = choose_backend(wanted, interrupts)
+    if wanted.settings["policies"].gives_up:
         interrupts.on_memory_warning(backend.memory_warning)
     try:
         turns = Turns(chat, backend, interrupts, _settings(flags, request_options, lines))
