@@ -67,7 +67,7 @@ class Conversation:
         self._gear_tokens: Counter[str] = Counter()
         options, experts = self._options(), service.settings.policies.experts
         deferred = draws_on_device(service.engine.device, options, experts)
-        self.runs = ScheduledRuns(service, prepared, lambda: channel.gone, deferred)
+        self.runs = ScheduledRuns(service, prepared, deferred)
         head = replace(service.preparer.head, extra=dict(prepared.extra))
         frames: list[Frame] = [head, Tokens(pack_ids(prepared.ids))]
         self._frames: Iterator[Any] = answer(

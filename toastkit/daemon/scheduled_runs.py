@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,17 +48,15 @@ class ScheduledState(ModelState):
 class ScheduledRuns(LocalRuns):
     """One run: see `protocol.PrefillRuns` and `protocol.DecodeRuns`.
 
-    service: takes the steps, and caches states. gone: True if nobody waits for the answer.
-    deferred: see LocalRuns.
+    service: takes the steps, and caches states. deferred: see LocalRuns. Nothing interrupts it:
+    whoever began it gives it up at a pause.
 
     state: once there is one. cached, why: tokens reused, and why not more. parent: the cached state
     that it continues.
     """
 
-    def __init__(
-        self, service: Service, prepared: Prepared, gone: Callable[[], bool], deferred: bool
-    ):
-        super().__init__(None, _Gone(gone), gone, deferred)
+    def __init__(self, service: Service, prepared: Prepared, deferred: bool):
+        super().__init__(None, Interrupt(), deferred=deferred)
         self._engine: Engine = service.engine
         self._service = service
         self._key = prepared.key
@@ -179,13 +177,3 @@ class ScheduledRuns(LocalRuns):
 
 def _last_savepoint(state: ModelState) -> int:
     return state.savepoints[-1].count if state.savepoints else 0
-
-
-class _Gone(Interrupt):
-    """Interrupted once nobody waits for the answer."""
-
-    def __init__(self, gone: Callable[[], bool]):
-        self._gone = gone
-
-    def __bool__(self) -> bool:
-        return self._gone()
