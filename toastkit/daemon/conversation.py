@@ -134,15 +134,15 @@ class Conversation:
         if state is not None:
             self._service.stepper.leave(state)
             state.cache, state.savepoints = [], []
-        if self.runs.named is not None:
-            self.runs.named.close()
+        if (named := self.runs.session()) is not None:
+            named.close()
 
     def _keep_prompt(self) -> None:
         """Keep a long prompt as soon as it is read: the daemon may be killed while it answers."""
         state = self.runs.state
         assert state is not None  # it is about to step
         read = len(self.prepared.ids) - self.runs.cached
-        wanted = self.prepared.request.keep and self.runs.named is None
+        wanted = self.prepared.request.keep and self.runs.session() is None
         if wanted and read >= WORTH_KEEPING:
             request = self.prepared.request
             key = conversation_hash(messages_of(request), request.tools)
@@ -155,7 +155,7 @@ class Conversation:
 
     def _keep(self) -> None:
         """Keep the state for the next turn, unless little was read and nothing answered."""
-        state, named = self.runs.state, self.runs.named
+        state, named = self.runs.state, self.runs.session()
         if not self.prepared.request.keep:
             if named is not None:
                 self._service.memory.has_moved_on(named.path)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from toastkit.daemon.prepare import Prepared
@@ -56,27 +55,15 @@ class ScheduledRuns(LocalRuns):
     """
 
     def __init__(self, service: Service, prepared: Prepared, deferred: bool):
-        super().__init__(None, Interrupt(), deferred=deferred)
+        super().__init__(prepared.request.session, Interrupt(), deferred=deferred)
         self._engine: Engine = service.engine
         self._service = service
         self._key = prepared.key
         self._points = prepared.points
-        session = prepared.request.session
-        self._path = None if session is None else Path(session)
-        self.named: Session | None = None
         self.state: ScheduledState | None = None
         self.parent: CachedState | None = None
         self.cached = 0
         self.why = ""
-
-    def begin(self, head: Head) -> Head:
-        if self._path is None:
-            return head
-        self.named = Session.open(self._path, head.fingerprint)
-        return replace(head, session=str(self._path))
-
-    def session(self) -> Session | None:
-        return self.named
 
     @property
     def _held(self) -> ScheduledState:
@@ -106,24 +93,24 @@ class ScheduledRuns(LocalRuns):
 
     def _resumed(self, engine: Engine, ids: list[int]) -> ScheduledState:
         """The initial state: from the state cache, or from the named session."""
+        named = self.session()
+        path = None if named is None else named.path
         while True:
-            match = self._service.memory.find(self._key, ids, self._path)
+            match = self._service.memory.find(self._key, ids, path)
             self.parent, self.why = match.kept, match.why
-            stored = 0 if self.named is None else min(self.named.reusable(ids), len(ids) - 1)
-            if self.named is not None and stored > match.count:
-                return self._restored(engine, ids, self.named)
+            stored = 0 if named is None else min(named.reusable(ids), len(ids) - 1)
+            if named is not None and stored > match.count:
+                return self._restored(engine, ids, named)
             if match.kept is None:
-                return ScheduledState(engine.new_cache(), session=self.named)
+                return ScheduledState(engine.new_cache(), session=named)
             found = self._service.memory.resume(match)
             if found is not None:
                 break
         cache, savepoints = found
-        if self.named is not None and match.kept.path == self.named.path:
-            self.named.continues(match.count, match.kept.generation)
+        if named is not None and match.kept.path == path:
+            named.continues(match.count, match.kept.generation)
         held = list(ids[: match.count])
-        return ScheduledState(
-            engine.counted(cache), held, session=self.named, savepoints=savepoints
-        )
+        return ScheduledState(engine.counted(cache), held, session=named, savepoints=savepoints)
 
     def _restored(self, engine: Engine, ids: list[int], session: Session) -> ScheduledState:
         state, _ = engine.restore(session, ids[:-1])
@@ -148,9 +135,6 @@ class ScheduledRuns(LocalRuns):
         if len(state.tokens) in self._points:
             self._note_savepoint(self._held)
         yield Pause("read")
-
-    def take(self, engine: StepEngine, ids: list[int]) -> State:
-        return self._held
 
     def emit(self, state: State, started: float | None) -> Iterator[Frame]:
         if self._held.waiting is not None:
