@@ -21,7 +21,6 @@ from toastkit.daemon.requests import make_request
 from toastkit.daemon.service import Service, last_replies
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.daemon.spill import CachedState
-from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.stages.follow import GearSettings
@@ -83,7 +82,7 @@ def published_engine(
 @lru_cache(maxsize=16)
 def preparer_of(files: ModelFiles) -> Preparer:
     """Reads the requests for a model; tests share it, for it takes longer to make than to use."""
-    return Preparer(files, load_config(files))
+    return Preparer(ServiceSettings(files.name))
 
 
 class FakeChannel:

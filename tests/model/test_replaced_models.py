@@ -12,6 +12,7 @@ import pytest
 
 from tests.model.service_driver import THINKING, Engines, Plain
 from tests.model.worker_driver import PROMPT, answer_of, done, until
+from toastkit.daemon import worker
 from toastkit.engine.opening import open_engine
 from toastkit.errors import DataError
 from toastkit.model.config import fingerprint, load_config
@@ -143,7 +144,7 @@ def test_a_reload_that_fails_changes_nothing(start, model: Path, plain: Plain, m
     (model / "config.json").write_text("{")
     with pytest.raises(DataError):
         running.worker.reload()
-    monkeypatch.setattr("toastkit.daemon.worker.find_model", lambda name: None)  # it was whole then
+    monkeypatch.setattr(worker, "Preparer", lambda settings: None)  # it was whole then
     running.worker.reload()
     until(lambda: running.said)
     assert running.said[0].startswith("cannot reload: ")

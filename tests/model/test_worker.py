@@ -14,9 +14,10 @@ from tests.model.worker_driver import DEADLINE, PROMPT, Running, answer_of, done
 from toastkit.daemon.prepare import Prepared, Preparer
 from toastkit.daemon.requests import Request
 from toastkit.daemon.service import Service
+from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.daemon.spill import FINGERPRINT_DIGITS, conversations_root
 from toastkit.errors import BusyError, NoInputError, UnavailableError
-from toastkit.model.config import fingerprint, load_config
+from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
 from toastkit.private_files import make_private_directories
 from toastkit.session.directory import Session
@@ -328,7 +329,7 @@ def test_what_goes_on_is_tokenised_before_anybody_asks(monkeypatch) -> None:
     """After a start the conversations on disk are, so that their next turn is not all new."""
     asked = [user("a fox " * 1000)]
     more = [*asked, {"role": "assistant", "content": "Yes."}, user("thanks")]
-    before, after = (Preparer(locate("crumb"), load_config(locate("crumb"))) for _ in range(2))
+    before, after = Preparer(ServiceSettings()), Preparer(ServiceSettings())
     ids = before.prepare(Request(messages=asked)).ids
     path = conversations_root() / f"{before.fingerprint[:FINGERPRINT_DIGITS]}-own" / "0"
     make_private_directories(path.parent)

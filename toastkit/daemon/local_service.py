@@ -7,7 +7,7 @@ from functools import partial
 from importlib import import_module
 
 from toastkit.daemon.channel import error_reply
-from toastkit.daemon.prepare import find_model
+from toastkit.daemon.prepare import Preparer
 from toastkit.daemon.requests import make_request
 from toastkit.daemon.service import Service, last_replies, open_service
 from toastkit.daemon.service_settings import ServiceSettings
@@ -21,7 +21,7 @@ class LocalService:
     DataError for the files."""
 
     def __init__(self, settings: ServiceSettings, quiet: bool = False):
-        self._preparer = find_model(settings.model)
+        self._preparer = Preparer(settings)
         self._settings = settings
         self._notify = None if quiet else settings.say
         self._service: Service | None = None

@@ -14,14 +14,7 @@ from toastkit.daemon.history import conversation_hash
 from toastkit.daemon.requests import Request
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.errors import DataError, NoInputError, ToastError, UsageError
-from toastkit.model.config import (
-    ModelConfig,
-    check_ids,
-    fingerprint,
-    load_config,
-    sampling_defaults,
-)
-from toastkit.model.files import ModelFiles
+from toastkit.model.config import check_ids, fingerprint, load_config, sampling_defaults
 from toastkit.model.locate import find, for_stream, locate
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, difficulty
@@ -68,30 +61,22 @@ def messages_of(request: Request) -> list[dict]:
 
 
 class Preparer:
-    """Prepare requests for one checkpoint. Thread-safe. wants_points: the model has layers that
-    cannot be trimmed, so savepoints are useful. resident, experts: how it runs, as from
-    ResidencyOptions.setting and ExpertsOptions.setting. selected: what -m was."""
+    """Prepare requests for the checkpoint that the settings select. Thread-safe. wants_points: the
+    model has layers that cannot be trimmed, so savepoints are useful. Raises NoInputError,
+    DataError for its files."""
 
     wants_points = True
 
-    def __init__(
-        self,
-        files: ModelFiles,
-        config: ModelConfig,
-        resident: str = "all",
-        experts: str = "big",
-        selected: str | None = None,
-    ):
-        self.files = files
-        self._selected = selected or files.name
+    def __init__(self, settings: ServiceSettings):
+        self._settings = settings
+        self.files = files = locate(settings.model)
         self._state: list | None = files.state()  # before anything is read
         self._warnings: tuple[str, ...] = ()
         self._revision = 0
-        self.resident, self.experts = resident, experts
+        self._config = load_config(files)
         start_rendering(templates(files).values())
         self.fingerprint = fingerprint(files)
         self.tokenizer = TurnTokenizer(files)
-        self._config = config
         self._defaults = sampling_defaults(files)
         self.head = self._prompts(Request()).head(None)
 
@@ -100,7 +85,7 @@ class Preparer:
         to. A model that is gone is no change."""
         before = self._state
         try:
-            self._state = find(self._selected).state()
+            self._state = find(self._settings.model).state()
         except NoInputError:
             return False
         except ToastError:
@@ -137,15 +122,10 @@ class Preparer:
         model."""
         if request.model is not None:
             self._check_model(request.model)
-        for flag, own, wanted in (
-            ("--resident", self.resident, request.resident),
-            ("--experts", self.experts, request.experts),
-        ):
-            if wanted not in (None, own):
-                raise UsageError(
-                    f"the daemon runs with {flag} {own}, not {flag} {wanted[:100]}",
-                    hint="--no-daemon answers without it",
-                )
+        if request.resident is not None:
+            _check_setting("--resident", self._settings.policies.resident, request.resident)
+        if request.experts is not None:
+            _check_setting("--experts", self._settings.policies.chosen_experts, request.experts)
         revision, sampling = self._revision, self._sampling(request)
         if request.tokens is not None:
             self._check(request.tokens)
@@ -215,20 +195,20 @@ class Preparer:
         return chain
 
 
-def find_model(name: str, resident: str = "all", experts: str = "big") -> Preparer:
-    """The Preparer of the model that -m would select. resident, experts: as for Preparer. Raises
-    NoInputError, DataError for its files."""
-    files = locate(name)
-    return Preparer(files, load_config(files), resident, experts, name)
+def _check_setting(flag: str, own: str, wanted: str) -> None:
+    if wanted != own:
+        raise UsageError(
+            f"the daemon runs with {flag} {own}, not {flag} {wanted[:100]}",
+            hint="--no-daemon answers without it",
+        )
 
 
 def current_model(
     settings: ServiceSettings, threads: Executor, known: Preparer | None = None
 ) -> Preparer:
     """The Preparer of the settings' model as its files are now: `known` if they are the same, else
-    a new one, which warms up on these threads. Raises as find_model."""
-    policies = settings.policies
-    preparer = find_model(settings.model, policies.resident, policies.chosen_experts)
+    a new one, which warms up on these threads. Raises as Preparer."""
+    preparer = Preparer(settings)
     if known is not None and known.fingerprint == preparer.fingerprint:
         known.take_settings(preparer)
         return known

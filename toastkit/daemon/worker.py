@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from toastkit.daemon.channel import error_reply
 from toastkit.daemon.connection import close_all
-from toastkit.daemon.prepare import Prepared, Preparer, current_model, find_model, messages_of
+from toastkit.daemon.prepare import Prepared, Preparer, current_model, messages_of
 from toastkit.daemon.requests import ATTACH_OPS, Request
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.engine.device import wait_for_end
@@ -173,7 +173,7 @@ class Worker:
     def reload(self) -> None:
         """Check the model's files again once active requests have ended. Raises NoInputError,
         DataError if there is no such model now; what else fails later is logged."""
-        find_model(self.settings.model)
+        Preparer(self.settings)
         with self._condition:
             self._reloading = True
             self._condition.notify()
