@@ -18,7 +18,7 @@ from tests.native_library import own_cache
 from toastkit.daemon.conversation import Conversation
 from toastkit.daemon.prepare import Preparer
 from toastkit.daemon.requests import make_request
-from toastkit.daemon.service import Service, last_replies
+from toastkit.daemon.service import Service
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.daemon.spill import CachedState
 from toastkit.model.files import ModelFiles
@@ -209,7 +209,7 @@ class Driver:
         self.service = Service(self.engine, self.preparer, settings, self._finished)
 
     def _finished(self, conversation: Conversation) -> None:
-        for message in last_replies(conversation, "model"):
+        for message in conversation.last_replies():
             conversation.channel.reply(message)
         conversation.channel.done()
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from toastkit.daemon.channel import error_reply
 from toastkit.daemon.history import conversation_hash
 from toastkit.daemon.prepare import Prepared, messages_of
 from toastkit.daemon.scheduled_runs import ScheduledRuns
@@ -221,7 +222,16 @@ class Conversation:
         extra = {} if self.end is None else self.end.extra
         return {name: extra[name] for name in ("residency", "experts", "slots") if name in extra}
 
-    def stats(self, model: str) -> dict[str, Any]:
+    def last_replies(self) -> Iterator[dict]:
+        """The replies that end the request: stats and end, or error."""
+        if self.error is not None:
+            yield error_reply(self.error)
+            return
+        yield {"stats": self.stats()}
+        reason, count = ("interrupt", 0) if self.end is None else (self.end.reason, self.end.n)
+        yield {"end": {"reason": reason, "n": count, "text": self.text}}
+
+    def stats(self) -> dict[str, Any]:
         """The `stats` reply: the cost of the request."""
         received = self.prepared.request.received
 
@@ -229,7 +239,7 @@ class Conversation:
             return None if moment is None else round(moment - received, 6)
 
         return {
-            "model": model,
+            "model": self._service.preparer.files.name,
             "prompt": len(self.prepared.ids),
             "cached": self.runs.cached,
             "why": self.runs.why,

@@ -9,7 +9,7 @@ from importlib import import_module
 from toastkit.daemon.channel import error_reply
 from toastkit.daemon.prepare import Preparer
 from toastkit.daemon.requests import make_request
-from toastkit.daemon.service import Service, last_replies, open_service
+from toastkit.daemon.service import Service, open_service
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.errors import ToastError
 from toastkit.native.building.libraries import find
@@ -49,7 +49,7 @@ class LocalService:
             while conversation.want is not None:
                 self._service.turn()
                 yield from channel.take()
-            yield from last_replies(conversation, self._preparer.files.name)
+            yield from conversation.last_replies()
         finally:
             channel.gone = True
             while self._service.busy:

@@ -9,11 +9,10 @@ because MLX's streams belong to threads: the daemon's worker for many clients (w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from toastkit.daemon.channel import error_reply
 from toastkit.daemon.conversation import Channel, Conversation
 from toastkit.daemon.memory import Memory
 from toastkit.daemon.prepare import Prepared, Preparer
@@ -276,14 +275,3 @@ def open_service(
         **policies._asdict(),
     )
     return Service(engine, preparer, settings, finished)
-
-
-def last_replies(conversation: Conversation, model: str) -> Iterator[dict]:
-    """The replies that end a request: stats and end, or error."""
-    if conversation.error is not None:
-        yield error_reply(conversation.error)
-        return
-    yield {"stats": conversation.stats(model)}
-    end = conversation.end
-    reason, count = ("interrupt", 0) if end is None else (end.reason, end.n)
-    yield {"end": {"reason": reason, "n": count, "text": conversation.text}}

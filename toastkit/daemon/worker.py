@@ -297,14 +297,11 @@ class Worker:
 
     def _finished(self, conversation: Conversation) -> None:
         """Send the last replies of a request, write its record, update the status."""
-        from toastkit.daemon.service import last_replies
-
         channel, request = conversation.channel, conversation.prepared.request
-        model = self._preparer.files.name
         try:
-            for message in last_replies(conversation, model):
+            for message in conversation.last_replies():
                 channel.reply(message)
-            stats = conversation.stats(model)
+            stats = conversation.stats()
             self._counts.update({name: stats[name] for name in self._counts})
             self.served += 1
             facts = conversation.audit_facts(stats)
