@@ -32,15 +32,13 @@ PROGRESS_SECONDS = 0.1  # between progress replies
 
 
 class Channel(Protocol):
-    """Where replies go."""
+    """Where replies go: see channel.Channel."""
 
     @property
     def gone(self) -> bool:
         """True if nobody reads any more."""
 
     def reply(self, message: dict) -> None: ...
-
-    def done(self) -> None: ...
 
 
 class Conversation:

@@ -83,9 +83,6 @@ class _Replies:
     def reply(self, message: dict) -> None:
         self._waiting.append(message)
 
-    def done(self) -> None:
-        """Nothing: the reader sees the end by itself."""
-
     def take(self) -> list[dict]:
         """The replies since the last call."""
         waiting, self._waiting = self._waiting, []

@@ -29,7 +29,8 @@ from toastkit.native.building.libraries import find
 from toastkit.text.exact_numbers import are, counted
 
 if TYPE_CHECKING:
-    from toastkit.daemon.conversation import Channel, Conversation
+    from toastkit.daemon.channel import Channel
+    from toastkit.daemon.conversation import Conversation
     from toastkit.daemon.service import Service
 
 PREPARERS = 2  # threads: a long prompt does not delay a short one
@@ -297,7 +298,8 @@ class Worker:
 
     def _finished(self, conversation: Conversation) -> None:
         """Send the last replies of a request, write its record, update the status."""
-        channel, request = conversation.channel, conversation.prepared.request
+        channel: Any = conversation.channel  # as it was begun with
+        request = conversation.prepared.request
         try:
             for message in conversation.last_replies():
                 channel.reply(message)
@@ -312,7 +314,7 @@ class Worker:
             channel.done()
         self._record(request, channel, facts, conversation.text)
 
-    def _record(self, request: Request, channel: Any, facts: dict, text: str = "") -> None:
+    def _record(self, request: Request, channel: Channel, facts: dict, text: str = "") -> None:
         """Write a line of the audit log, which leaves the texts out itself."""
         if self.settings.audit is None:
             return
@@ -321,7 +323,7 @@ class Worker:
         texts = {"messages": messages_of(request), "text": text} if asked else None
         self.settings.audit.write({**channel.connection.peer._asdict(), **about, **facts}, texts)
 
-    def _health(self, request: Request, channel: Any) -> None:
+    def _health(self, request: Request, channel: Channel) -> None:
         start, loaded = time.perf_counter(), self._service is not None
         if self._service is not None:
             self._service.probe()
@@ -373,7 +375,7 @@ class Worker:
         self._load()
         self._say(f"reloaded {preparer.files.name}")
 
-    def _attached(self, request: Request, channel: Any) -> None:
+    def _attached(self, request: Request, channel: Channel) -> None:
         """Perform an op of toast-prefill or toast-decode, whose own run uses this model."""
         from toastkit.daemon.attached import serve
 
