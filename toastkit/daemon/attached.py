@@ -10,6 +10,7 @@ daemon may unload them, and loads them again for the next op.
 
 from __future__ import annotations
 
+import binascii
 import os
 import threading
 from collections.abc import Callable
@@ -17,8 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
+
 from toastkit.daemon.requests import ATTACH_OPS, Request
 from toastkit.engine.device import DEVICES
+from toastkit.engine.engine import CHUNK
 from toastkit.errors import (
     BusyError,
     DataError,
@@ -31,6 +35,7 @@ from toastkit.private_files import try_lock
 from toastkit.session.directory import Session
 from toastkit.session.lock import WriterLock
 from toastkit.session.names import display_name
+from toastkit.store.dtypes import DTYPES, activation_dtype
 from toastkit.store.kv_bits import KV_DTYPES, kv_dtype
 from toastkit.text.exact_numbers import counted
 from toastkit.text.messages import kind
@@ -43,7 +48,6 @@ if TYPE_CHECKING:
 
 KEY = "attached"  # in the connection's store
 COUNTED = ("residency", "slots")  # policies that a run gets reports of
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 class Attached:
@@ -76,9 +80,6 @@ class Attached:
         """Release the weights of a model that is being unloaded, keeping the state."""
         if self.state is not None:
             self.state.take_back()  # a graph built ahead holds them
-        self._unplug()
-
-    def _unplug(self) -> None:
         if self.service is not None:
             self.service.attached.remove(self)
             self.service = None
@@ -91,7 +92,7 @@ class Attached:
                 self.state.take_back()
                 self.state.cache = []
             self.state, self.prompt = None, []
-        self._unplug()
+        self.unplug()
 
     def end(self, why: ToastError) -> None:
         """End a run for the daemon's own reasons: commit what has been read to the session, and
@@ -200,10 +201,6 @@ def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -
         raise NoInputError(f"the daemon runs {name}")
     service = load()
     engine = service.engine
-    import mlx.core as mx
-
-    from toastkit.store.dtypes import activation_dtype
-
     if device == "auto":
         device = "gpu" if mx.is_available(mx.gpu) else "cpu"
     if device != engine.device:
@@ -219,8 +216,6 @@ def _attach(load: Callable[[], Service], preparer: Preparer, request: Request) -
     if engine.experts is not None and engine.experts.options.runs_little:
         chosen = service.settings.policies.chosen_experts
         raise NoInputError(f"the daemon runs {name} with {chosen} experts")
-    from toastkit.engine.engine import CHUNK
-
     return {
         "attached": {
             "vocab": engine.vocab,
@@ -335,8 +330,6 @@ def encoded(state: ModelState) -> str | None:
     """The logits (vocab,) float32 in base64, little-endian; waits for them."""
     if state.logits is None:
         return None
-    import binascii
-
     return binascii.b2a_base64(state.values(), newline=False).decode("ascii")
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
+
 from toastkit.daemon.conversation import Channel, Conversation
 from toastkit.daemon.memory import Memory
 from toastkit.daemon.prepare import Prepared, Preparer
@@ -220,8 +222,6 @@ class Service:
 
     def probe(self) -> None:
         """Run one step of the model, to check that it still works."""
-        import mlx.core as mx
-
         mx.eval(self.engine.step(0, self.engine.new_cache()))
 
     def end_attached(self, why: ToastError) -> None:
