@@ -115,6 +115,20 @@ def test_a_drain_that_takes_too_long_is_cut_short(home: Home, second: bool) -> N
     assert all(what in line for what, line in zip(told, said.splitlines()))
 
 
+def test_an_attached_run_that_is_cancelled_between_two_ops_is_told(home: Home) -> None:
+    process, attached = home.start(), home.client()
+    attached.ask({"op": "commit"})
+    active = home.held()
+    process.send_signal(signal.SIGTERM)
+    eventually(lambda: not home.socket.exists())
+    process.send_signal(signal.SIGTERM)
+    assert "end" in active.replies()[-1]
+    time.sleep(0.2)
+    assert attached.ask({"op": "commit"})["error"]["code"] == 69
+    attached.close()
+    assert ended(process) == (0, "")
+
+
 def test_what_cannot_be_cancelled_is_left(home: Home) -> None:
     process = home.start("--drain", "0", CANCEL_SECONDS="0.1")
     home.held("stuck")

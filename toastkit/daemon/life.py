@@ -155,7 +155,7 @@ class Life:
         self._listeners: list[socket.socket] = []
         self._server: Server | None = None
         self._wakeup: int | None = None
-        self._stop_asked = False
+        self._stop_asked = self._cancelled = False
         self._hangups = self._warnings = 0
         self.loading = False
 
@@ -279,27 +279,29 @@ class Life:
         self._remove_socket()
         server.stop_listening()
         deadline = time.monotonic() + self._settings.drain_seconds
-        cancelled = False
         while not worker.idle():
             server.step(WATCH_SECONDS)
             self._check(server, worker)
-            hurried = len(self._signals.ends) > 1 and not cancelled
+            hurried = len(self._signals.ends) > 1 and not self._cancelled
             if time.monotonic() < deadline and not hurried:
                 continue
-            if cancelled:  # a hung model step cannot be ended otherwise
+            if self._cancelled:  # a hung model step cannot be ended otherwise
                 self._settings.say("a cancelled request does not end: leaving it")
                 self.close()
                 die(70)
             self._explain("cancelling what is still under way")
             worker.cancel_all()
-            cancelled = True
+            self._cancelled = True
             deadline = time.monotonic() + CANCEL_SECONDS
 
     def _flush(self, server: Server) -> None:
-        """Give clients a moment to read the last replies."""
+        """Give clients a moment to read the last replies. An attached run that was cancelled is
+        told so by the reply to its next op."""
         deadline = time.monotonic() + FLUSH_SECONDS
         server.step(0)
-        while server.unsent and time.monotonic() < deadline:
+        while time.monotonic() < deadline and (
+            server.unsent or (self._cancelled and server.attached)
+        ):
             server.step(WATCH_SECONDS)
 
     def _remove_socket(self) -> None:

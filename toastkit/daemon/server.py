@@ -108,6 +108,11 @@ class Server:
         """True if any client has unsent replies."""
         return any(connection.outbox.pending for connection in self._connections.values())
 
+    @property
+    def attached(self) -> bool:
+        """True if the worker has data of any client's connection."""
+        return any(connection.store for connection in self._connections.values())
+
     def step(self, timeout_seconds: float | None = None) -> None:
         """Wait for events, up to the timeout, and handle them."""
         accepting = False
