@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -52,14 +52,14 @@ class Settings:
     socket: str
     pidfile: str
     say: Callable[[str], None]
-    limits: Limits = field(default_factory=Limits)
-    drain_seconds: float = 30.0
-    announce: bool = True
-    verbose: bool = False
-    debug: bool = False
-    audit: Audit | None = None
-    on_ready: Callable[[], None] | None = None
-    memory_warnings: bool = False
+    limits: Limits
+    drain_seconds: float
+    announce: bool
+    verbose: bool
+    debug: bool
+    audit: Audit | None
+    on_ready: Callable[[], None] | None
+    memory_warnings: bool
 
 
 def serve(settings: Settings, make_worker: Callable[[], Worker]) -> int:
@@ -91,16 +91,16 @@ class Ended(BaseException):
 
 
 class Signals:
-    """Signals received. ends: those that end the daemon, in order. graceful: only record them, up
-    to the third."""
+    """Signals received. ends: those that end the daemon, in order. hung_up, warned: SIGHUP or
+    SIGUSR1 came, and nobody has acted on it yet. graceful: only record them, up to the third
+    that ends."""
 
     def __init__(self) -> None:
         self.ends: list[int] = []
-        self.hangups = self.warnings = 0
-        self.graceful = False
+        self.hung_up = self.warned = self.graceful = False
         self._before: dict[int, Any] = {}
 
-    def install(self, memory_warnings: bool = False) -> None:
+    def install(self, memory_warnings: bool) -> None:
         """Install the handlers, except for signals that are ignored, by nohup for instance."""
         for number in (*_NUMBERS, *([signal.SIGUSR1] if memory_warnings else [])):
             before = signal.getsignal(number)
@@ -132,10 +132,10 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            self.hangups += 1
+            self.hung_up = True
             return
         if number == signal.SIGUSR1:
-            self.warnings += 1
+            self.warned = True
             return
         self.ends.append(number)
         if len(self.ends) > 2:
@@ -156,7 +156,6 @@ class Life:
         self._server: Server | None = None
         self._wakeup: int | None = None
         self._stop_asked = self._cancelled = False
-        self._hangups = self._warnings = 0
         self.loading = False
 
     def run(self, make_worker: Callable[[], Worker]) -> int:
@@ -176,7 +175,7 @@ class Life:
         worker.start()
         self._signals.graceful = True
         self.loading = False
-        self._hangups = self._signals.hangups  # what they asked for has just been done
+        self._signals.hung_up = False  # what it asked for has just been done
         try:
             self._announce(worker)
             self._serve(server, worker)
@@ -236,8 +235,8 @@ class Life:
                 return
             server.step(LOOK_SECONDS)
             self._check(server, worker)
-            if self._hangups < self._signals.hangups:
-                self._hangups = self._signals.hangups
+            if self._signals.hung_up:
+                self._signals.hung_up = False
                 try:
                     self._reload(worker)
                 except ToastError as error:
@@ -258,8 +257,8 @@ class Life:
     def _check(self, server: Server, worker: Worker) -> None:
         """Pass memory warnings on. Raises ToastError if the worker's thread has died: a daemon that
         accepts requests nobody will answer is worse than none."""
-        if self._warnings < self._signals.warnings:
-            self._warnings = self._signals.warnings
+        if self._signals.warned:
+            self._signals.warned = False
             worker.memory_warning()
         failure = worker.failure
         if failure is None:
