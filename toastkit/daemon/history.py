@@ -21,6 +21,7 @@ PRIME = 0x100000001B3
 LONG = 1 << 12  # bytes; a longer message is replaced by its BLAKE2b
 
 
+@lru_cache(maxsize=4096)  # a message once, not at every later turn: this is slow in Python
 def fnv1a64(data: bytes, start: int = OFFSET_BASIS) -> int:
     """The 64-bit FNV-1a hash (Fowler, Noll, Vo). start: the hash of what came before."""
     value = start
@@ -29,14 +30,10 @@ def fnv1a64(data: bytes, start: int = OFFSET_BASIS) -> int:
     return value
 
 
-# Hash each message once rather than at every later turn: FNV-1a is bytewise, in Python.
-_known = lru_cache(maxsize=4096)(lambda start, data: fnv1a64(data, start))
-
-
 def _extended(start: int, data: bytes) -> int:
     """Extend a hash. Long messages go through a digest, for speed and because the cache keeps its
     keys."""
-    return _known(start, blake2b(data).digest() if len(data) > LONG else data)
+    return fnv1a64(blake2b(data).digest() if len(data) > LONG else data, start)
 
 
 def conversation_hash(messages: Iterable[dict[str, Any]], tools: list | None = None) -> int:
