@@ -44,7 +44,6 @@ def test_the_least_request() -> None:
     assert (request.messages, request.tokens, request.session, request.model) == (None,) * 4
     assert (request.stream, request.priority, request.fds) == (True, 0, [])
     assert request.options == GenerateOptions()
-    assert request.raw == {"prompt": "ü"}
 
 
 def test_every_field_arrives(state_home: Path, tmp_path: Path, monkeypatch) -> None:

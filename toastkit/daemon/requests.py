@@ -74,8 +74,8 @@ class Request:
     tools: JSON schemas for the chat template. session: the absolute path of a session's directory,
     which need not exist. model: which it is for, as -m takes it. resident, experts: required
     settings of residency and experts, None for any. keep: the state may be kept for later turns.
-    received: time.perf_counter() when the line was complete. fds: for attach ops, descriptors that
-    came with the line, closed by the receiver. raw: the object itself.
+    received: time.perf_counter() when the line was complete. For attach ops: fds, descriptors that
+    came with the line, closed by the receiver; raw, the object itself.
     """
 
     op: str = "generate"
@@ -181,10 +181,9 @@ def make_request(document: dict[str, Any], fds: Iterable[int] = ()) -> Request:
         session=_session(document),
         priority=_whole(document, "priority", -MAX_PRIORITY, MAX_PRIORITY, 0),
         model=_model(document),
-        resident=_typed(document, "resident", "") if "resident" in document else None,
-        experts=_typed(document, "experts", "") if "experts" in document else None,
+        resident=_text(document, "resident"),
+        experts=_text(document, "experts"),
         keep=_typed(document, "keep", True),
-        raw=document,
     )
 
 
@@ -258,6 +257,10 @@ def _typed(values: dict[str, Any], name: str, default: T) -> T:
     return value
 
 
+def _text(values: dict[str, Any], name: str) -> str | None:
+    return _typed(values, name, "") if name in values else None
+
+
 def _whole(values: dict[str, Any], name: str, low: int, high: int, default: Any) -> Any:
     """An integer from low to high, or the default if absent."""
     if name not in values:
@@ -320,11 +323,10 @@ def _template(given: dict[str, Any]) -> dict[str, Any]:
 def _session(document: dict[str, Any]) -> str | None:
     """The session's directory: a name refers to the user's sessions, never to the daemon's working
     directory."""
-    if "session" not in document:
+    if (value := _text(document, "session")) is None:
         return None
     from toastkit.session.names import resolve, sessions_root
 
-    value = _typed(document, "session", "")
     if os.path.isabs(value):
         return str(resolve(value))
     if "/" in value or value in (".", ".."):
@@ -340,10 +342,8 @@ def _session(document: dict[str, Any]) -> str | None:
 
 
 def _model(document: dict[str, Any]) -> str | None:
-    if "model" not in document:
-        return None
-    value = _typed(document, "model", "")
-    if not value or "\0" in value:
+    value = _text(document, "model")
+    if value is not None and (not value or "\0" in value):
         raise UsageError(f"model: {value[:100]!r} is no model")
     return value
 
