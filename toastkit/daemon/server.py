@@ -62,7 +62,6 @@ class Server:
         self._where = [str(s.getsockname()) for s in self._listeners.values()]
         self._connections: dict[int, Connection] = {}
         self._attention: deque[Connection] = deque()
-        self._ready: deque[Connection] = deque()
         self._accept_after: float | None = None
         self._sweep_at: float | None = None
         self._started = time.monotonic()
@@ -128,8 +127,6 @@ class Server:
         self._awake = False
         for _ in range(len(self._attention)):
             self._guarded(self._attention.popleft(), self._on_change)
-        for _ in range(len(self._ready)):
-            self._guarded(self._ready.popleft(), self._advance)
         now = time.monotonic()
         if self._accept_after is not None and now >= self._accept_after:
             self._pause(None)
@@ -140,7 +137,7 @@ class Server:
 
     def _milliseconds(self, timeout: float | None) -> float | None:
         """Timeout for poll: no later than the next deadline."""
-        if self._ready or self._attention:
+        if self._attention:
             return 0
         now = time.monotonic()
         due = [t - now for t in (self._accept_after, self._sweep_at) if t is not None]
@@ -223,22 +220,19 @@ class Server:
         self._on_change(connection)
 
     def _on_change(self, connection: Connection) -> None:
-        """Handle a change: bytes received or sent, the request or the connection ended."""
+        """Handle a change: bytes received or sent, the request or the connection ended; or go on
+        with the lines that one turn has left."""
         if connection.channel is not None and connection.channel.over:
             connection.channel = None
             connection.touched = time.monotonic()
             self._served += 1
-        if self._connections.get(connection.fileno()) is not connection:
-            return
-        if connection.outbox.gone:
+        if connection.outbox.gone:  # or closed already
             self._close(connection)
         else:
             self._advance(connection)
 
     def _advance(self, connection: Connection) -> None:
         """Process the available lines, as far as one turn allows."""
-        if self._connections.get(connection.fileno()) is not connection:
-            return
         for _ in range(LINES_PER_TURN):
             if connection.busy:
                 break
@@ -254,7 +248,7 @@ class Server:
             else:
                 self._request(connection, *line)
         else:
-            self._ready.append(connection)
+            self._attention.append(connection)
         ended = connection.eof and (connection.ends is not None or not connection.buffered)
         if ended and connection.channel is None and not connection.outbox.pending:
             self._close(connection)
