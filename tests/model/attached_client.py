@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
+from tests.model.service_driver import Driver, FakeChannel
 from toastkit.daemon.attached import KEY, serve
 from toastkit.daemon.requests import make_request
 from toastkit.session.directory import Session
@@ -16,20 +16,8 @@ from toastkit.store.ledger import CACHE
 PROMPT = list(range(100, 110))
 
 
-class FakeChannel:
-    """A connection's channel, for all of its ops."""
-
-    def __init__(self) -> None:
-        self.gone = False
-        self.connection = SimpleNamespace(store={}, on_close=[])
-        self.replies: list[dict] = []
-
-    def reply(self, message: dict) -> None:
-        self.replies.append(message)
-
-
 class Client:
-    """One connection. jobs: what the worker is to do when it has time."""
+    """One connection, with a channel for all of its ops. jobs: what the worker is to do later."""
 
     def __init__(self, service: Any, preparer: Any):
         self.service = service
@@ -85,8 +73,6 @@ class Client:
 @contextmanager
 def connected(engine: Any) -> Iterator[Client]:
     """A connection that has attached, and lets go of everything at the end."""
-    from tests.model.service_driver import Driver
-
     service = Driver(engine, cache_bytes=0, spill_bytes=0).service
     made = Client(service, service.preparer)
     made.attach()

@@ -88,9 +88,8 @@ def preparer_of(files: ModelFiles) -> Preparer:
 class FakeChannel:
     """The way back to one who asks. gone: set by a test, when nobody is to read any more."""
 
-    connection = SimpleNamespace(peer=Peer(1000, 4321))
-
     def __init__(self) -> None:
+        self.connection = SimpleNamespace(peer=Peer(1000, 4321), store={}, on_close=[])
         self.gone = False
         self.is_done = False
         self.replies: list[dict] = []
@@ -259,6 +258,10 @@ class Driver:
         asked = self.start(what, **settings)
         self.finish()
         return asked
+
+    def turns_until_told(self, asked: Asked, count: int) -> None:
+        """Takes turns until token replies have told so many ids of an answer."""
+        self.turns_until(lambda: len(asked.ids) >= count)
 
     def turns_until(self, condition: Callable[[], bool]) -> int:
         """Takes turns until something is so; how many."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -210,7 +209,7 @@ def test_a_daemon_killed_in_mid_answer_has_the_prompt(engines: Engines) -> None:
     driver = Driver(engines("llama")[0])
     prompt = [7 + n % 1000 for n in range(WORTH_KEEPING + 40)]
     asked = driver.start(prompt)
-    driver.turns_until(partial(_has_answered, asked, 3))
+    driver.turns_until_told(asked, 3)
     late = Driver(engines("llama")[0])
     again = late.ask(prompt)
     assert again.cached == len(prompt) - 1
@@ -310,10 +309,6 @@ def test_a_cancelled_prompt_is_partly_reused(engines: Engines, name: str) -> Non
     assert len(driver.kept) == 1
 
 
-def _has_answered(asked: Asked, count: int) -> bool:
-    return len(asked.ids) >= count
-
-
 @pytest.mark.parametrize("name", ["llama", HYBRID])
 def test_a_cancelled_answer_leaves_no_trace(engines: Engines, name: str) -> None:
     """A short one is not kept; the chat goes on from where it was."""
@@ -321,7 +316,7 @@ def test_a_cancelled_answer_leaves_no_trace(engines: Engines, name: str) -> None
     chat.ask(driver)
     for count in (0, 1, 4):
         asked = driver.start([*chat.messages, user("Why?")])
-        driver.turns_until(partial(_has_answered, asked, count))
+        driver.turns_until_told(asked, count)
         asked.channel.gone = True
         driver.finish()
         assert asked.over and len(driver.kept) == 1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.model.service_driver import Asked, Driver, Engines, assistant, user, words
+from tests.model.service_driver import Driver, Engines, assistant, user, words
 from toastkit.errors import IOFailure
 from toastkit.frames import Tokens, pack_ids
 from toastkit.interrupts import Interrupt
@@ -186,10 +185,6 @@ def test_a_session_that_cannot_be_written(engines: Engines, path: Path, monkeypa
     assert again.error is None and again.cached == len(before) == len(PROMPT) + len(first.ids)
 
 
-def _told(asked: Asked, count: int) -> bool:
-    return len(asked.ids) >= count
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cancelled_answer_is_committed_as_far_as_it_got(
     engines: Engines, name: str, path: Path
@@ -202,7 +197,7 @@ def test_a_cancelled_answer_is_committed_as_far_as_it_got(
     driver.finish()
     assert not (path / "session.msgpack").exists()
     asked = driver.start(PROMPT, session=path)
-    driver.turns_until(partial(_told, asked, 4))
+    driver.turns_until_told(asked, 4)
     asked.channel.gone = True
     driver.finish()
     tokens = stored(engine, path)

@@ -22,13 +22,6 @@ from toastkit.daemon.requests import Request
 from toastkit.errors import DataError
 
 
-class Settings:
-    """Stands for ServiceSettings: takes what the command gives."""
-
-    def __init__(self, **values: Any):
-        self.__dict__.update(values)
-
-
 class Worker(FakeWorker):
     """Stands for the worker: shows in its status what it was made with and what was done to it."""
 
