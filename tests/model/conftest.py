@@ -74,6 +74,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
+def plain(engines):
+    """The answers of the published llama without a cache."""
+    return engines("llama")[1]
+
+
+@pytest.fixture
 def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Directories of this test alone; where conversations lie."""
     from tests.model.service_driver import private_homes

@@ -14,7 +14,8 @@ import pytest
 
 from tests.model.service_driver import Driver, Engines, Plain
 from tests.model.test_scheduler import LONG_CONTEXT, PROMPTS, SEEDED, joined, same
-from tests.model.worker_driver import PROMPT, answer_of, done, until
+from tests.model.worker_driver import PROMPT, answer_of, done
+from tests.unit.daemon_front import eventually
 from toastkit.daemon import stepper as stepper_module
 from toastkit.daemon import worker
 from toastkit.daemon.prepare import Preparer
@@ -35,11 +36,6 @@ pytestmark = pytest.mark.usefixtures("homes")
 @pytest.fixture
 def llama(engines: Engines) -> tuple[Any, Plain]:
     return engines("llama", **LONG_CONTEXT)
-
-
-@pytest.fixture
-def plain(engines: Engines) -> Plain:
-    return engines("llama")[1]
 
 
 # ---------------------------------------------------------------------------------- the service
@@ -178,7 +174,7 @@ def test_what_fails_unexpectedly_is_answered(start, plain: Plain, monkeypatch, w
         patch.setattr(owner, "current_model" if where == "reload" else where, fails)
         if where == "reload":
             running.worker.reload()
-            until(lambda: running.said)
+            eventually(lambda: running.said)
             assert running.said == [f"cannot reload: bug: {kind.__name__}: a surprise"]
         for _ in range(3 * (where != "reload")):
             channel = running.submit(op="health") if where == "probe" else running.ask()
@@ -186,7 +182,7 @@ def test_what_fails_unexpectedly_is_answered(start, plain: Plain, monkeypatch, w
             assert channel.one("error")["message"] == f"bug: {kind.__name__}: a surprise"
     assert running.answer() == plain.answer(PROMPT)
     running.worker.drain()
-    until(running.worker.idle)
+    eventually(running.worker.idle)
 
 
 def test_a_panic_of_the_tokenizer_is_answered(start, model: Path) -> None:
@@ -202,7 +198,7 @@ def test_a_panic_of_the_tokenizer_is_answered(start, model: Path) -> None:
     assert error["code"] == 65 and "Regex search error" in error["message"]
     done(running.ask("ab"))
     running.worker.drain()
-    until(running.worker.idle)
+    eventually(running.worker.idle)
 
 
 def test_a_long_prompt_holds_nobody_up(start) -> None:
@@ -220,7 +216,7 @@ def test_a_thread_that_dies_saves_what_it_can(start, monkeypatch, plain: Plain) 
     with monkeypatch.context() as patch:
         patch.setattr(Spill, "write", lambda spill, *arguments: tried.append(1))  # a full disk
         running.answer()
-        until(lambda: tried)
+        eventually(lambda: tried)
     monkeypatch.setattr(Spill, "write", lambda spill, *arguments: written.append(1))
 
     def fails(service: Service) -> None:
@@ -228,7 +224,7 @@ def test_a_thread_that_dies_saves_what_it_can(start, monkeypatch, plain: Plain) 
 
     monkeypatch.setattr(Service, "turn", fails)
     running.ask()
-    until(lambda: running.worker.failure is not None and written)
+    eventually(lambda: running.worker.failure is not None and written)
 
 
 # ------------------------------------------------------------------------------ what has changed
@@ -238,7 +234,7 @@ def test_a_model_that_becomes_another_while_it_rests(start, model: Path) -> None
     """It is taken as it is now, its fingerprint and what is remembered with it."""
     running = start(idle_unload=0.05)
     running.answer()
-    until(lambda: not running.worker.status()["loaded"])
+    eventually(lambda: not running.worker.status()["loaded"])
     path = model / "model-00001-of-00002.safetensors"
     weights = mx.load(str(path))
     turned = {name: -w if name.endswith("down_proj.weight") else w for name, w in weights.items()}
@@ -258,7 +254,7 @@ def test_files_that_are_others_with_the_same_bytes(start, model: Path) -> None:
     running = start(policies=PolicyOptions(residency=ResidencyOptions("layers", 0)))
     answer = running.answer()
     long = running.ask(max_tokens=200, ignore_eos=True)
-    until(lambda: long.all_of("token"))
+    eventually(lambda: long.all_of("token"))
     for path in model.glob("*.safetensors"):
         path.touch()
     done(long)
@@ -274,18 +270,18 @@ def test_a_session_of_which_nothing_is_to_be_kept(start, tmp_path: Path) -> None
         channel = running.submit(prompt=PROMPT, options={"max_tokens": 8}, **session)
         done(channel)
         assert "end" in channel.replies[-1]
-        until(lambda n=kept: running.worker.status()["conversations"]["kept"] == n)
+        eventually(lambda n=kept: running.worker.status()["conversations"]["kept"] == n)
 
 
 def test_who_was_there_and_got_nothing_is_in_the_audit(start) -> None:
     running = start(parallel=1)
     first = running.hold(50)
     waits, leaves = running.ask(), running.ask()
-    until(lambda: not running.worker.preparing)
+    eventually(lambda: not running.worker.preparing)
     leaves.gone = True
     running.worker.drain()
     for channel in (waits, leaves, first):
         done(channel)
-    until(lambda: len(running.audit.records) == 3)
+    eventually(lambda: len(running.audit.records) == 3)
     told = [record.get("error") for record, _ in running.audit.records]
     assert told == ["the daemon is shutting down"] * 2 + [None]

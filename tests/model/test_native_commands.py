@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.model.published import write_published
-from tests.model.worker_driver import Running, until
+from tests.model.worker_driver import Running
 from tests.native_library import built, cache, library, needed
+from tests.unit.daemon_front import eventually
 from tests.unit.test_loaded_modules import GREEDY, STEP_FREE, loaded_by
 from toastkit.daemon import local_service, worker
 from toastkit.daemon.service_settings import ServiceSettings
@@ -118,11 +119,11 @@ def test_a_daemon_takes_them_when_they_have_been_built(tmp_path: Path, monkeypat
         assert "being built" in running.worker.status()["native"]
         held = running.hold(80)
         there.append(found)
-        until(lambda: held.is_done)
-        until(lambda: running.worker.status()["loaded"] and running.said)
+        eventually(lambda: held.is_done)
+        eventually(lambda: running.worker.status()["loaded"] and running.said)
         assert running.worker.status()["native"].startswith("on (")
         channel = running.ask()
-        until(lambda: channel.is_done)
+        eventually(lambda: channel.is_done)
         assert channel.one("stats")["cached"] == channel.one("stats")["prompt"] - 1
         assert running.answer() == before
     finally:
@@ -169,7 +170,7 @@ def test_a_daemon_looks_no_longer_where_they_cannot_be(tmp_path: Path, monkeypat
     )
     running.worker.start()
     try:
-        until(lambda: len(looks) == 4)
+        eventually(lambda: len(looks) == 4)
         running.answer()
         assert len(looks) == 4 and running.said == []
     finally:

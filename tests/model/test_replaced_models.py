@@ -10,8 +10,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.model.service_driver import THINKING, Engines, Plain
-from tests.model.worker_driver import PROMPT, answer_of, done, until
+from tests.model.service_driver import THINKING, Plain
+from tests.model.worker_driver import PROMPT, answer_of, done
+from tests.unit.daemon_front import eventually
 from toastkit.daemon import worker
 from toastkit.engine.opening import open_engine
 from toastkit.errors import DataError
@@ -19,11 +20,6 @@ from toastkit.model.config import fingerprint, load_config
 from toastkit.model.locate import locate
 from toastkit.store.bake import bake
 from toastkit.store.store import Store
-
-
-@pytest.fixture
-def plain(engines: Engines) -> Plain:
-    return engines("llama")[1]
 
 
 def turned(model: Path) -> None:
@@ -43,7 +39,7 @@ def test_a_replaced_model_is_taken_by_the_next_request(start, model: Path, plain
     running = start(parallel=2)
     assert running.answer() == plain.answer(PROMPT)
     first = running.ask(max_tokens=60, ignore_eos=True)
-    until(lambda: first.all_of("token"))
+    eventually(lambda: first.all_of("token"))
     turned(model)
     second = running.ask()
     done(first, second)
@@ -122,16 +118,16 @@ def test_a_reload_takes_what_has_changed(start, model: Path) -> None:
     running = start(parallel=1)
     old = running.worker.status()["fingerprint"]
     running.worker.reload()
-    until(lambda: running.said)
+    eventually(lambda: running.said)
     assert running.said == [f"{model} has not changed"]
     first = running.ask(max_tokens=60, ignore_eos=True)
-    until(lambda: first.all_of("token"))
+    eventually(lambda: first.all_of("token"))
     (model / "chat_template.jinja").write_text(THINKING)
     running.worker.reload()
     waiting = running.ask()  # prepared for the old template, perhaps
     done(first)
     assert first.one("end")["n"] == 60  # it ends with what it has begun with
-    until(lambda: len(running.said) == 2)
+    eventually(lambda: len(running.said) == 2)
     assert running.said[1] == f"reloaded {model}"
     done(waiting)
     assert answer_of(waiting) == running.answer() == expected(model)
@@ -146,10 +142,10 @@ def test_a_reload_that_fails_changes_nothing(start, model: Path, plain: Plain, m
         running.worker.reload()
     monkeypatch.setattr(worker, "Preparer", lambda settings: None)  # it was whole then
     running.worker.reload()
-    until(lambda: running.said)
+    eventually(lambda: running.said)
     assert running.said[0].startswith("cannot reload: ")
     assert running.answer() == plain.answer(PROMPT)
     (model / "config.json").write_text(config)
     running.worker.reload()
-    until(lambda: len(running.said) == 2)
+    eventually(lambda: len(running.said) == 2)
     assert running.said[1].endswith("has not changed")

@@ -9,8 +9,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.model.service_driver import Plain, private_homes, published_engine, user
-from tests.model.worker_driver import DEADLINE, PROMPT, Running, answer_of, done, until
+from tests.model.service_driver import Plain, user
+from tests.model.worker_driver import PROMPT, Running, answer_of, done
+from tests.unit.daemon_front import PATIENCE, eventually
 from toastkit.daemon.prepare import Prepared, Preparer
 from toastkit.daemon.requests import Request
 from toastkit.daemon.service import Service
@@ -24,21 +25,11 @@ from toastkit.session.directory import Session
 from toastkit.text.tokenizer import Tokenizer
 from toastkit.text.turns import MIN_PART
 
+pytestmark = pytest.mark.usefixtures("homes")
 STATUS = {
     "model", "fingerprint", "loaded", "device", "dtype", "active", "attached", "waiting",
     "answered", "tokens", "conversations", "ledger",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return private_homes(tmp_path, monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, mlx_started: None) -> Plain:
-    """The model's answers without a cache."""
-    return Plain(published_engine(tmp_path_factory.mktemp("plain"), "llama", native="off"))
 
 
 # ---------------------------------------------------------------------------------------- requests
@@ -81,7 +72,7 @@ def test_the_queue_has_a_bound(start, plain: Plain) -> None:
     with pytest.raises(BusyError, match="2 requests are waiting") as caught:
         running.ask()
     assert caught.value.code == 75 and caught.value.hint
-    until(lambda: running.worker.status()["waiting"] == 2 and not running.worker.preparing)
+    eventually(lambda: running.worker.status()["waiting"] == 2 and not running.worker.preparing)
     assert running.worker.status()["active"] == 1
     waiting[0].gone = True  # it does not count any more
     third = running.ask("Bye.")
@@ -110,7 +101,7 @@ def test_the_more_important_come_first(start) -> None:
     channels = [running.ask(priority=n, max_tokens=2) for n in (0, 5, -5, 5)]
     for n, channel in enumerate(channels):
         channel.done = lambda n=n, end=channel.done: (order.append(n), end())
-    until(lambda: running.worker.status()["waiting"] == 4 and not running.worker.preparing)
+    eventually(lambda: running.worker.status()["waiting"] == 4 and not running.worker.preparing)
     first.gone = True
     done(*channels)
     assert order == [1, 3, 0, 2]
@@ -159,7 +150,7 @@ def test_the_status(start, model: Path) -> None:
     assert status["active"] == 1 and status["ledger"]["cache"] > 0
     busy.gone = True
     done(busy)
-    until(lambda: "cache" not in running.worker.status()["ledger"])
+    eventually(lambda: "cache" not in running.worker.status()["ledger"])
 
 
 def test_the_audit_records(start, plain: Plain) -> None:
@@ -181,11 +172,11 @@ def test_the_audit_records(start, plain: Plain) -> None:
     assert record["session"] is None and record["model"].endswith("llama")
     assert int(record["hash"], 16) and set(record["seconds"]) >= {"queued", "first", "total"}
     assert 0 <= record["seconds"]["queued"] <= record["seconds"]["first"]
-    assert record["seconds"]["first"] <= record["seconds"]["total"] < DEADLINE
+    assert record["seconds"]["first"] <= record["seconds"]["total"] < PATIENCE
     busy = running.hold()
     busy.gone = True
     done(busy)
-    until(lambda: len(running.audit.records) == 2)
+    eventually(lambda: len(running.audit.records) == 2)
     assert running.audit.records[-1][0]["end"] == "cancelled"
 
 
@@ -195,9 +186,9 @@ def test_the_audit_records(start, plain: Plain) -> None:
 def test_a_drain_ends_what_has_begun_and_nothing_else(start) -> None:
     running = start(parallel=1)
     first, second = running.ask(max_tokens=50, ignore_eos=True), None
-    until(lambda: first.all_of("token"))
+    eventually(lambda: first.all_of("token"))
     second = running.ask()
-    until(lambda: not running.worker.preparing)
+    eventually(lambda: not running.worker.preparing)
     assert not running.worker.idle()
     running.worker.drain()
     done(second)
@@ -208,7 +199,7 @@ def test_a_drain_ends_what_has_begun_and_nothing_else(start) -> None:
         running.submit(op="health")
     done(first)
     assert first.one("end")["n"] == 50
-    until(running.worker.idle)
+    eventually(running.worker.idle)
 
 
 def test_a_prompt_that_is_still_read_at_a_drain_is_refused(start, monkeypatch) -> None:
@@ -217,7 +208,7 @@ def test_a_prompt_that_is_still_read_at_a_drain_is_refused(start, monkeypatch) -
     prepare = Preparer.prepare
 
     def later(self: Preparer, request: Request) -> Prepared:
-        assert read.wait(DEADLINE)
+        assert read.wait(PATIENCE)
         return prepare(self, request)
 
     monkeypatch.setattr(Preparer, "prepare", later)
@@ -227,7 +218,7 @@ def test_a_prompt_that_is_still_read_at_a_drain_is_refused(start, monkeypatch) -
     read.set()
     done(channel)
     assert channel.one("error")["code"] == 69
-    until(running.worker.idle)
+    eventually(running.worker.idle)
 
 
 def test_all_can_be_cancelled(start) -> None:
@@ -237,7 +228,7 @@ def test_all_can_be_cancelled(start) -> None:
     running.worker.cancel_all()
     done(*channels)
     assert {channel.one("end")["reason"] for channel in channels} == {"interrupt"}
-    until(running.worker.idle)
+    eventually(running.worker.idle)
     running.worker.close()
     running.worker.close()  # may be called again
     assert running.worker.failure is None
@@ -263,8 +254,8 @@ def test_an_idle_model_leaves_the_memory(start, plain: Plain) -> None:
     loaded = mx.get_active_memory() - before
     assert loaded > 1_000_000
     assert running.answer() == plain.answer(PROMPT)
-    until(lambda: not running.worker.status()["loaded"])
-    until(lambda: mx.get_active_memory() - before < loaded / 20)
+    eventually(lambda: not running.worker.status()["loaded"])
+    eventually(lambda: mx.get_active_memory() - before < loaded / 20)
     status = running.worker.status()
     assert set(status) >= STATUS and status["ledger"] == {} and status["device"] is None
     assert status["conversations"] == {**status["conversations"], "bytes": 0, "on_disk": 1}
@@ -320,7 +311,7 @@ def test_a_thread_that_dies_says_so(start, monkeypatch) -> None:
 
     monkeypatch.setattr(Service, "turn", fails)
     running.ask()
-    assert told.wait(DEADLINE)
+    assert told.wait(PATIENCE)
     assert isinstance(running.worker.failure, RuntimeError)
     assert running.worker.status()["active"] == 1  # the front tells its clients
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.model.service_driver import FakeChannel
+from tests.unit.daemon_front import eventually
 from toastkit.daemon.requests import make_request
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.daemon.worker import Worker
 
-DEADLINE = 60  # seconds, of a machine that does much else
 PROMPT = "Who are you?"
 
 
@@ -52,19 +50,12 @@ class Running:
     def hold(self, tokens: int = 400) -> FakeChannel:
         """A long answer that is under way."""
         channel = self.ask(max_tokens=tokens, ignore_eos=True)
-        until(lambda: len(channel.all_of("token")) > 1)
+        eventually(lambda: len(channel.all_of("token")) > 1)
         return channel
 
 
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, "it does not come about"
-        time.sleep(0.002)
-
-
 def done(*channels: FakeChannel) -> None:
-    until(lambda: all(channel.is_done for channel in channels))
+    eventually(lambda: all(channel.is_done for channel in channels))
 
 
 def answer_of(channel: FakeChannel) -> tuple:
