@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from toastkit.daemon import audit as module
 from toastkit.daemon.audit import MAX_FILES, Audit
 from toastkit.errors import CannotCreateError
 
@@ -48,8 +49,9 @@ def test_a_record(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_rotation(path: Path) -> None:
-    audit = Audit(str(path), False, nothing, max_bytes=1000)
+def test_rotation(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 1000)
+    audit = Audit(str(path), False, nothing)
     for n in range(100):
         audit.write({"n": n, "fill": "x" * 150})
     audit.close()
@@ -59,15 +61,17 @@ def test_rotation(path: Path) -> None:
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in names)
     kept = [record["n"] for file in reversed(names) for record in records(file)]
     assert kept == list(range(100 - len(kept), 100)) and len(kept) > 15
-    audit = Audit(str(path), False, nothing, max_bytes=100)
+    monkeypatch.setattr(module, "MAX_BYTES", 100)
+    audit = Audit(str(path), False, nothing)
     for n in range(3):  # a record over the limit has a file of its own
         audit.write({"n": n, "fill": "x" * 200})
     audit.close()
     assert [records(file)[0]["n"] for file in names[:3]] == [2, 1, 0]
 
 
-def test_lines_of_several_threads_stay_whole(path: Path) -> None:
-    audit = Audit(str(path), False, nothing, max_bytes=200_000)
+def test_lines_of_several_threads_stay_whole(path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 200_000)
+    audit = Audit(str(path), False, nothing)
 
     def write(who: int) -> None:
         for n in range(100):

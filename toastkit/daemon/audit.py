@@ -28,17 +28,10 @@ class Audit(Descriptor):
     Raises CannotCreateError if the file cannot be created or is not a regular file. Thread-safe.
     """
 
-    def __init__(
-        self,
-        path: str,
-        keep_text: bool,
-        say: Callable[[str], None],
-        max_bytes: int = MAX_BYTES,
-    ):
+    def __init__(self, path: str, keep_text: bool, say: Callable[[str], None]):
         self.path = path
         self._keep_text = keep_text
         self._say = say
-        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._warned = False
         self._fd = -1
@@ -91,7 +84,7 @@ class Audit(Descriptor):
     def _rotate(self, size: int) -> None:
         """Start a new file if the line would exceed MAX_BYTES."""
         here = os.fstat(self._fd).st_size
-        if not here or here + size <= self._max_bytes:
+        if not here or here + size <= MAX_BYTES:
             return
         for number in range(MAX_FILES - 1, 0, -1):
             older = f"{self.path}.{number - 1}" if number > 1 else self.path
