@@ -95,7 +95,7 @@ class Outbox:
         """Return the bytes sent; note if the peer is gone."""
         try:
             return self._socket.send(data, _FLAGS)
-        except (BlockingIOError, InterruptedError):
+        except BlockingIOError:
             return 0
         except OSError:
             self.gone = True

@@ -159,7 +159,7 @@ class Server:
             for _ in range(ACCEPTS_PER_TURN):
                 try:
                     new, _ = listener.accept()
-                except (BlockingIOError, InterruptedError):
+                except BlockingIOError:
                     break
                 except ConnectionAbortedError:
                     continue
@@ -215,7 +215,7 @@ class Server:
             connection.outbox.flush()
             connection.touched = time.monotonic()
         if events & select.POLLIN and not connection.outbox.gone:
-            with suppress(BlockingIOError, InterruptedError):
+            with suppress(BlockingIOError):
                 connection.read()
         self._on_change(connection)
 
@@ -370,6 +370,5 @@ class Server:
         for connection in list(self._connections.values()):
             self._close(connection)
         for end in (self._wake_read, self._wake_write):
-            if end >= 0:
-                os.close(end)
+            os.close(end)
         self._wake_read = self._wake_write = -1

@@ -138,7 +138,7 @@ class Stepper:
                 return batch
         return None
 
-    def leave(self, state: ModelState) -> None:
+    def leave(self, state: ScheduledState) -> None:
         """Take a state out of its batch, if any; its caches then hold its tokens."""
         batch = self._batch_of(state)
         if batch is not None:
@@ -150,7 +150,7 @@ class Stepper:
             else:
                 if not batch.members:
                     self._batches.remove(batch)
-        if not state.cache and isinstance(state, ScheduledState):
+        if not state.cache:
             self._rebuild_caches(state)
 
 
