@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,6 @@ from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.daemon.spill import CachedState
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
-from toastkit.stages.follow import GearSettings
 from toastkit.store.ledger import Ledger
 from toastkit.text.tokenizer import Tokenizer
 from toastkit.wire import Peer
@@ -177,35 +176,19 @@ class Asked:
         return (self.ids, self.text, end["reason"], end["n"], end["text"])
 
 
-@dataclass
 class Driver:
-    """A Service over an engine, and what is said to people (said)."""
+    """A Service over an engine, and what is said to people (said). settings: of the Service."""
 
-    engine: Any
-    parallel: int = 8
-    batch: int = 8
-    chunk: int | None = None
-    cache_bytes: int = 2 << 30
-    spill_bytes: int = 8 << 30
-    said: list[str] = field(default_factory=list)
-    gears: GearSettings | None = None
-
-    def __post_init__(self) -> None:
-        self.preparer = preparer_of(self.engine.files)
+    def __init__(self, engine: Any, **settings: Any):
+        self.engine = engine
+        self.said: list[str] = []
+        self.preparer = preparer_of(engine.files)
+        self._settings = ServiceSettings(say=self.said.append, **settings)
         self.restart()
 
     def restart(self) -> None:
         """Another Service over the same directories, as after a restart of the daemon."""
-        settings = ServiceSettings(
-            parallel=self.parallel,
-            batch=self.batch,
-            chunk=self.chunk,
-            cache_bytes=self.cache_bytes,
-            spill_bytes=self.spill_bytes,
-            say=self.said.append,
-            gears=self.gears,
-        )
-        self.service = Service(self.engine, self.preparer, settings, self._finished)
+        self.service = Service(self.engine, self.preparer, self._settings, self._finished)
 
     def _finished(self, conversation: Conversation) -> None:
         for message in conversation.last_replies():

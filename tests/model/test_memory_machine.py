@@ -145,7 +145,8 @@ class Machine(RuleBasedStateMachine):
         assert not driver.service.active and not driver.said
         ledger, inside = driver.engine.ledger, [one for one in kept if one.cache is not None]
         assert ledger.of(CACHE) == 0
-        assert ledger.of(SESSIONS) == sum(one.nbytes for one in inside) <= driver.cache_bytes
+        budget = driver.service.settings.cache_bytes
+        assert ledger.of(SESSIONS) == sum(one.nbytes for one in inside) <= budget
         for one in kept:
             assert one.cache is not None or one.saved
             assert [p.count for p in one.savepoints] == sorted({p.count for p in one.savepoints})
