@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -90,6 +91,15 @@ def test_status_and_control(running: Front, client: Client) -> None:
     assert client.ask({"op": "reload"}) == {"reloading": True}
     assert client.ask({"op": "stop"}) == {"stopping": True}
     assert running.calls == ["reload", "stop"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract addresses are Linux's")
+def test_the_status_names_an_abstract_socket_as_systemd_does() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0toasted {os.getpid()}")
+        server = module.Server([listener], FakeWorker(), Limits(), print, print)
+        assert server.status()["socket"] == f"@toasted {os.getpid()}"
+        server.close()
 
 
 def test_busy() -> None:

@@ -25,7 +25,7 @@ from toastkit.base_directories import runtime_directory
 from toastkit.daemon import activation
 from toastkit.daemon.audit import Audit
 from toastkit.daemon.background import die
-from toastkit.daemon.listening import SocketFile
+from toastkit.daemon.listening import SocketFile, address_of
 from toastkit.daemon.paths import make_private
 from toastkit.daemon.pidfile import Pidfile
 from toastkit.daemon.server import Server
@@ -216,7 +216,7 @@ class Life:
 
     def _announce(self, worker: Worker) -> None:
         status = worker.status()
-        where = " and ".join(_address(listener) for listener in self._listeners)
+        where = " and ".join(address_of(listener) for listener in self._listeners)
         what = f"{status.get('model')} on the {status.get('device')}, listening on {where}"
         if self._settings.announce:
             self._settings.say(what)
@@ -324,8 +324,3 @@ class Life:
         for listener in self._listeners:
             listener.close()
         self._listeners = []
-
-
-def _address(listener: socket.socket) -> str:
-    name = listener.getsockname()
-    return name if isinstance(name, str) else "@" + bytes(name[1:]).decode("utf-8", "replace")

@@ -15,6 +15,13 @@ from toastkit.errors import BusyError, CannotCreateError, from_os_error
 BACKLOG = 128  # for clients that connect while the model loads
 
 
+def address_of(listener: socket.socket) -> str:
+    """The path that a socket listens at; its name after an @, as systemd writes it, if it has none
+    in the file system."""
+    name = listener.getsockname()
+    return name if isinstance(name, str) else "@" + bytes(name[1:]).decode("utf-8", "replace")
+
+
 class SocketFile:
     """A listening socket and its file. socket: the listener."""
 

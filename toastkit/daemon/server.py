@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from toastkit import __version__
 from toastkit.daemon.channel import Channel, encode, error_reply
 from toastkit.daemon.connection import Connection, close_all
+from toastkit.daemon.listening import address_of
 from toastkit.daemon.requests import ATTACH_OPS, Request, make_request, parse_object, request_id
 from toastkit.daemon.service_settings import Limits
 from toastkit.descriptors import GONE
@@ -59,7 +60,7 @@ class Server:
         self._on_stop, self._on_reload = on_stop, on_reload
         self._debug = debug or (lambda line: None)
         self._listeners = {listener.fileno(): listener for listener in listeners}
-        self._where = [str(s.getsockname()) for s in self._listeners.values()]
+        self._where = [address_of(listener) for listener in self._listeners.values()]
         self._connections: dict[int, Connection] = {}
         self._attention: deque[Connection] = deque()
         self._accept_after: float | None = None
