@@ -86,15 +86,13 @@ def measure(case: str, source: str, out: Path) -> dict:
     device.start("cpu")
     import mlx.core as mx
 
-    from toastkit.model.config import load_config
     from toastkit.model.locate import locate
     from toastkit.store.bake import bake, split
     from toastkit.store.quantising import QuantizationOptions
     from toastkit.store.store import Store
 
     def run(name: str, out: Path):
-        files = locate(name)
-        store = Store(files, load_config(files))
+        store = Store(locate(name))
         if CASES[case] is None:
             split(store, out)
             return store

@@ -27,7 +27,6 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
 from toastkit.experts.slot_options import SlotOptions
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.store.bake import bake
 from toastkit.store.store import Store
@@ -57,7 +56,7 @@ def baked(folder: Path, shape: str) -> dict[str, Path]:
     found = {}
     for layout in ("tensors", "experts"):
         found[layout] = folder / f"{shape}.{layout}.toast"
-        with Store(files, load_config(files)) as store:
+        with Store(files) as store:
             bake(store, found[layout], expert_major=layout == "experts")
     os.sync()  # what is not on the disk yet cannot be dropped from the cache
     return found

@@ -28,7 +28,6 @@ from toastkit.gears.plan import GearPlan, plan
 from toastkit.gears.selector import GearSelector, SelectorOptions
 from toastkit.holdings.packed import dense_bytes
 from toastkit.holdings.policy import Wish
-from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.native.starting import NativeOptions
@@ -69,7 +68,7 @@ class Subject:
 
 def with_gears_baked(files: ModelFiles, out: Path) -> ModelFiles:
     """A copy of a checkpoint that holds low and mid gear."""
-    store = Store(files, load_config(files))
+    store = Store(files)
     bake(store, out, gears=("low", "mid"))
     store.close()
     return locate(str(out))
@@ -103,7 +102,7 @@ def _plan(subject: Subject, scope: str) -> dict[str, GearPlan]:
     on = device.start()
     native = device.native_products(NativeOptions(subject.native), on)
     types = loading(None, on == "cpu", native)
-    store = Store(subject.files, load_config(subject.files))
+    store = Store(subject.files)
     found = plan(store, scope, types=types)
     store.close()
     return {row.gear: row for row in found.gears}

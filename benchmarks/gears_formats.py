@@ -8,7 +8,6 @@ import mlx.core as mx
 from gears_report import percent, table, title
 
 from toastkit.gears.discovery import discover
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.store.precision import LARGEST, dequantise_rows, quantise_rows, row_bytes
 from toastkit.store.store import Store
@@ -26,8 +25,7 @@ class Found(NamedTuple):
 
 def formats() -> None:
     """A row for each width."""
-    files = locate("crumb")
-    store = Store(files, load_config(files))
+    store = Store(locate("crumb"))
     store.model.load_weights(list(store.load().items()))
     weights: list[mx.array] = [one.module["weight"] for one in discover(store.model, "all")]
     found = {bits: _measured(weights, bits) for bits in sorted(LARGEST, reverse=True)}

@@ -246,11 +246,9 @@ def _say_what_auto_is(scope: str, cost: Cost, calibrated: SelectorOptions) -> No
 
 def _cost(scope: str) -> Cost:
     from toastkit.gears.plan import plan
-    from toastkit.model.config import load_config
     from toastkit.store.store import Store
 
-    files = locate("crumb")
-    store = Store(files, load_config(files))
+    store = Store(locate("crumb"))
     found = plan(store, scope)
     store.close()
     bits = {row.gear: 8 * row.managed / found.parameters for row in found.gears}

@@ -109,12 +109,11 @@ AGAIN = """
 import json, sys, time
 import mlx.core as mx
 from toastkit.engine import device
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.store.store import Store
 device.start()
 files = locate(sys.argv[1])
-with Store(files, load_config(files)) as store:
+with Store(files) as store:
     def whole(names):
         tensors = store.load()
         mx.eval([tensors[name] for name in names])
@@ -136,13 +135,12 @@ device.start()
 import mlx.core as mx, mlx_lm.models.llama
 from toastkit.engine.engine import Engine
 from toastkit.holdings.forms import ABSENT, ORIGINAL, packed
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.store.store import Store
 resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
 before, start = resident(), time.perf_counter()
 files = locate(sys.argv[1])
-engine = Engine(Store(files, load_config(files)))
+engine = Engine(Store(files))
 told = [[time.perf_counter() - start, (resident() - before) / 2**20]]
 for layer, form in ((0, ORIGINAL), (1, packed(4)), (0, ABSENT), (1, ABSENT)):
     packs = form.kind == "packed"

@@ -75,7 +75,6 @@ def steps(model: Path, rounds: int) -> None:
 
     from toastkit.engine.engine import Engine
     from toastkit.engine.state import ModelState
-    from toastkit.model.config import load_config
     from toastkit.model.locate import locate
     from toastkit.native.starting import NativeOptions
     from toastkit.residency.mapping import MappingPolicy
@@ -85,7 +84,7 @@ def steps(model: Path, rounds: int) -> None:
     ways = {"read": [], "mapped": [MappingPolicy()]}
     engines = {}
     for way, policies in ways.items():
-        store = Store(files, load_config(files))
+        store = Store(files)
         engine = Engine(store, policies, native=NativeOptions("require"))
         cache = engine.new_cache()
         state = ModelState(cache, [5, 6, 7], logits=engine.prefill([5, 6, 7], cache))

@@ -44,13 +44,11 @@ def baked(folder: Path, name: str) -> Path:
     """A .toast of that checkpoint with its low gear beside the originals."""
     path = folder / f"{name}-low.toast"
     if not path.exists():
-        from toastkit.model.config import load_config
         from toastkit.model.locate import locate
         from toastkit.store.bake import bake
         from toastkit.store.store import Store
 
-        files = locate(str(model(folder, name)))
-        with Store(files, load_config(files)) as store:
+        with Store(locate(str(model(folder, name)))) as store:
             bake(store, path, gears=("low",))
         os.sync()
     return path

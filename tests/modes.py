@@ -30,7 +30,6 @@ from toastkit.errors import ToastError
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.experts.slot_options import SlotOptions
 from toastkit.gears.gear_options import GearOptions
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store.bake import bake
@@ -69,7 +68,7 @@ def checkpoint(folder: Path, name: str, bits: int | None) -> Path:
         return path
     files, packed = locate(str(path)), folder / f"{name}.toast"
     options = QuantizationOptions(bits=bits, group_size=32)
-    bake(Store(files, load_config(files)), packed, quantization=options)
+    bake(Store(files), packed, quantization=options)
     return packed
 
 

@@ -57,11 +57,10 @@ def random_weights(model, scale: float) -> dict:
 
 def loaded_model(files, dtype: str | None = None):
     """The model of a checkpoint with all its weights, by way of the store alone."""
-    from toastkit.model.config import load_config
     from toastkit.store.dtypes import DTYPES
     from toastkit.store.store import Store
 
-    store = Store(files, load_config(files))
+    store = Store(files)
     store.model.load_weights(list(store.load().items()))
     if dtype is not None:
         store.model.set_dtype(DTYPES[dtype])

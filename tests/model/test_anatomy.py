@@ -13,7 +13,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from tests.model.checkpoints import loaded_model
 from tests.model.published import NAMES, write_published
 from tests.model.reference import OLD_MLX_LM
-from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.store.anatomy import PARTS, anatomy, part_of
@@ -50,7 +49,7 @@ def complain(line: str) -> None:
 
 
 def look(files: ModelFiles) -> tuple[Store, dict[str, Any]]:
-    store = Store(files, load_config(files))
+    store = Store(files)
     return store, anatomy(store, complain)
 
 
@@ -120,8 +119,7 @@ def test_crumb_is_what_its_card_says() -> None:
 
 def test_nothing_is_read() -> None:
     """Neither weights nor what the model makes of them is ever computed."""
-    files = locate("crumb")
-    store = Store(files, load_config(files))
+    store = Store(locate("crumb"))
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     anatomy(store, complain)
@@ -132,8 +130,7 @@ def test_what_cannot_be_run_is_told_and_left_out(monkeypatch: pytest.MonkeyPatch
     def refuse(*rest, **named):
         raise TypeError("odd\nmodel")
 
-    files = locate("crumb")
-    store = Store(files, load_config(files))
+    store = Store(locate("crumb"))
     monkeypatch.setattr(type(store.model), "__call__", refuse)
     told: list[str] = []
     found = anatomy(store, told.append)

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tests.model.published import NAMES, checkpoint, write_published
 from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
-from toastkit.model.config import fingerprint, load_config
+from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
 from toastkit.model.safetensors import read_header
 from toastkit.model.supported import TESTED
@@ -60,8 +60,7 @@ def made(request, tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made
 @pytest.fixture
 def store(made: Made):
     """A Store of its own for each test."""
-    files = locate(str(made.path))
-    opened = Store(files, load_config(files))
+    opened = Store(locate(str(made.path)))
     yield opened
     opened.close()
 
@@ -225,8 +224,7 @@ def bytes_read() -> int:
 def test_a_layer_reads_its_own_bytes_and_no_others(made: Made, tmp_path: Path) -> None:
     """These are overwritten once the store is open: layer 1 is what it was."""
     path = write_published(tmp_path / made.name, made.name)
-    files = locate(str(path))
-    store, sizes = Store(files, load_config(files)), {True: 0, False: 0}
+    store, sizes = Store(locate(str(path))), {True: 0, False: 0}
     for file, name, start, stop in raw_tensors(path):
         sizes[".layers.1." in name] += stop - start
         if ".layers.1." not in name:

@@ -19,7 +19,6 @@ from tests.model.published import write_published
 from tests.model.reference import OLD_MLX_LM
 from toastkit.engine.opening import open_engine
 from toastkit.errors import BusyError, CannotCreateError, DataError, IOFailure
-from toastkit.model.config import load_config
 from toastkit.model.files import SMALL_FILES
 from toastkit.model.locate import locate
 from toastkit.model.safetensors import read_header
@@ -32,8 +31,7 @@ PROMPT = [(37 * n + 5) % 4096 for n in range(8)]
 
 
 def open_store(path: Path | str) -> Store:
-    files = locate(str(path))
-    return Store(files, load_config(files))
+    return Store(locate(str(path)))
 
 
 def baked(source: Path | str, out: Path, **options) -> Path:
@@ -208,7 +206,6 @@ import os, signal, sys
 from pathlib import Path
 from toastkit.engine import device
 device.start("cpu")
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.store.bake import bake, split
 from toastkit.store.store import Store
@@ -216,7 +213,7 @@ files = locate(sys.argv[1])
 def progress(done, total):
     if done > total // 2:
         os.kill(os.getpid(), signal.SIGKILL)
-globals()[sys.argv[3]](Store(files, load_config(files)), Path(sys.argv[2]), progress=progress)
+globals()[sys.argv[3]](Store(files), Path(sys.argv[2]), progress=progress)
 """
 
 

@@ -9,7 +9,6 @@ import mlx.core as mx
 import pytest
 
 from tests.model.published import NAMES, write_published
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.model.safetensors import Entry
 from toastkit.store.by_row import OPERATIONS
@@ -165,8 +164,7 @@ def test_experts_of_published_checkpoints_are_read_alone(
     name: str, tmp_path: Path, mlx_started
 ) -> None:
     """None is read with others, each is that of the whole, and takes its share of bytes."""
-    files = locate(str(write_published(tmp_path / name, name)))
-    with Store(files, load_config(files)) as store:
+    with Store(locate(str(write_published(tmp_path / name, name)))) as store:
         whole = store.load()
         for tensor in (t for n in range(store.layer_count) for t in store.expert_names(n)):
             assert not store.is_whole(tensor)

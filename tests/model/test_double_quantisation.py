@@ -5,7 +5,6 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.store.precision import LARGEST, dequantise_rows, looks_quantised, quantise_rows
 from toastkit.store.store import Store
@@ -94,8 +93,7 @@ def test_few_rows_are_looked_at() -> None:
 
 
 def test_the_embedded_model_was_not_quantised() -> None:
-    files = locate("crumb")
-    store = Store(files, load_config(files))
+    store = Store(locate("crumb"))
     found = store.read([name for name in store.names if len(store.shape(name)) > 1])
     assert len(found) > 90
     for name, array in found.items():

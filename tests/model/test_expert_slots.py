@@ -29,7 +29,6 @@ from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings import slot_memory
 from toastkit.holdings.forms import ORIGINAL
 from toastkit.holdings.policy import NO_WISH, Wish
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store import reader
@@ -197,7 +196,7 @@ def test_sizes_and_auto(models) -> None:
     whole = opened(path, "auto")  # there is room for all: none has to be fetched
     assert whole.ledger.of("experts") == 0 and not whole.holdings.slots.layers
     assert opened(path, 99).holdings.slots.layers == []
-    store = Store(locate(str(path)), load_config(locate(str(path))))
+    store = Store(locate(str(path)))
     for left, count in ((0, CHOSEN), (1 << 40, EXPERTS)):
         made = Engine(
             store, [SlotPolicy(SlotOptions(), room_for_experts(None, lambda left=left: left))],
@@ -254,8 +253,7 @@ def test_slots_hold_experts_in_a_gear(models, gear: str, by: str, tmp_path: Path
     plain = answer(opened(path, gear_options=options), wish=Wish(gear))
     made = opened(path, 5, gear_options=options)
     assert alike(answer(made, wish=Wish(gear)), plain)
-    files = locate(str(path))
-    with Store(files, load_config(files)) as store:
+    with Store(locate(str(path))) as store:
         bake(store, tmp_path / "baked.toast", gears=(gear,))
     baked = opened(tmp_path / "baked.toast", 5, gear_options=options)
     assert alike(answer(baked, wish=Wish(gear)), plain)

@@ -10,7 +10,6 @@ import pytest
 
 from tests.model.published import NAMES, write_published
 from toastkit.gears.discovery import container, discover, layer_of
-from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.store.quantising import leaf_modules
@@ -216,7 +215,7 @@ def test_what_modules_hide_is_no_part_of_the_model() -> None:
 
 
 def opened(files: ModelFiles) -> Store:
-    return Store(files, load_config(files))
+    return Store(files)
 
 
 @pytest.mark.parametrize("name", NAMES)

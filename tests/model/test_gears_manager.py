@@ -21,7 +21,6 @@ from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.gear_policy import GearPolicy
 from toastkit.holdings import weights as weights_module
 from toastkit.holdings.policy import Wish
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.store.bake import bake
 from toastkit.store.ledger import GEARS
@@ -191,8 +190,7 @@ def test_nothing_is_quantised_before_it_is_wanted(
 def test_baked_gears_are_read(
     sources: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: str
 ) -> None:
-    files = locate(str(sources["qwen3_moe"]))
-    bake(Store(files, load_config(files)), tmp_path / "x.toast", gears=("low", "mid"))
+    bake(Store(locate(str(sources["qwen3_moe"]))), tmp_path / "x.toast", gears=("low", "mid"))
     made, gears = geared(sources["qwen3_moe"], scope, cache_bytes=0)
     baked, stored = geared(tmp_path / "x.toast", scope, cache_bytes=0)
     wanted = []
@@ -206,8 +204,7 @@ def test_baked_gears_are_read(
 
 
 def test_baked_gears_of_other_bits_are_not(sources: dict, tmp_path: Path) -> None:
-    files = locate(str(sources["qwen3"]))
-    bake(Store(files, load_config(files)), tmp_path / "x.toast", gears=("low",))
+    bake(Store(locate(str(sources["qwen3"]))), tmp_path / "x.toast", gears=("low",))
     six, gears = geared(tmp_path / "x.toast", bits=(6, 8))
     six.shift("low")
     plain, own = geared(sources["qwen3"], bits=(6, 8))
@@ -357,8 +354,7 @@ def test_weights_that_were_quantised_before(tmp_path: Path) -> None:
 
 
 def test_a_module_in_two_places_is_one(sources: dict) -> None:
-    files = locate(str(sources["qwen3"]))
-    store = Store(files, load_config(files))
+    store = Store(locate(str(sources["qwen3"])))
     layers = store.model.model.layers
     layers[1].self_attn.q_proj = layers[0].self_attn.q_proj
     gears = GearPolicy(GearOptions("auto", "attention"))

@@ -15,7 +15,6 @@ from toastkit.errors import UsageError
 from toastkit.gears.cost import whole_speedup
 from toastkit.gears.discovery import discover
 from toastkit.gears.plan import Plan, plan
-from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.model.toast_format import GEAR_PREFIX
@@ -34,7 +33,7 @@ def complain(line: str) -> None:
 
 
 def planned(files: ModelFiles, scope: str, *rest: Any) -> Plan:
-    return plan(Store(files, load_config(files)), scope, *rest, explain=complain)
+    return plan(Store(files), scope, *rest, explain=complain)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +105,7 @@ def test_rows_of_odd_lengths(tmp_path: Path) -> None:
 def test_a_token_of_the_embedded_model(scope: str) -> None:
     """4 of 16 experts; the embedding is the head, and read whole."""
     found = planned(locate("crumb"), scope)
-    store = Store(locate("crumb"), load_config(locate("crumb")))
+    store = Store(locate("crumb"))
     stacked = sum(store.nbytes(n) for layer in range(8) for n in store.expert_names(layer))
     high = found.gears[0]
     assert high.device == sum(map(store.nbytes, store.names))
@@ -156,7 +155,7 @@ def test_a_shift_reads_and_writes(made) -> None:
 
 def test_baked_gears_are_read_instead(made, tmp_path: Path) -> None:
     source = made("qwen3_moe")
-    bake(Store(source, load_config(source)), tmp_path / "low.toast", gears=("low",))
+    bake(Store(source), tmp_path / "low.toast", gears=("low",))
     files = locate(str(tmp_path / "low.toast"))
     stored = sum(
         entry.nbytes
@@ -210,14 +209,13 @@ def test_experts_that_cannot_be_counted_all_count(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(anatomy, "_hollow", refuse)
     files, told = locate("crumb"), []
-    found = plan(Store(files, load_config(files)), "all", explain=told.append)
+    found = plan(Store(files), "all", explain=told.append)
     assert found.gears[0].token == found.gears[0].device
     assert len(told) == 1 and "no such luck" in told[0]
 
 
 def test_nothing_is_read() -> None:
-    files = locate("crumb")
-    store = Store(files, load_config(files))
+    store = Store(locate("crumb"))
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     plan(store, "all", types=Loading("float32"), explain=complain)

@@ -23,7 +23,6 @@ from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form, packed
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.weights import Weights
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.store.bake import bake
 from toastkit.store.dtypes import Loading
@@ -36,8 +35,7 @@ LOW = packed(4)
 
 def opened(path: Path | str = "crumb", **rest) -> Holdings:
     """Holdings of a model of which nothing is loaded."""
-    files = locate(str(path))
-    return Holdings(Store(files, load_config(files)), Loading("float32"), Ledger(), **rest)
+    return Holdings(Store(locate(str(path))), Loading("float32"), Ledger(), **rest)
 
 
 def matrices(holdings: Holdings, layer: int) -> list[str]:

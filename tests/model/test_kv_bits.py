@@ -22,7 +22,6 @@ from toastkit.engine.savepoints import take_savepoint
 from toastkit.engine.state import ModelState
 from toastkit.errors import UsageError
 from toastkit.holdings.holdings import Holdings
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.native import kv_caches
 from toastkit.native.layers import blocks
@@ -300,7 +299,7 @@ def test_what_is_planned_is_what_they_take(tmp_path: Path, name: str) -> None:
     """The bytes of a token, by which `toast-model plan` and budgets go."""
     files, sizes = files_of(tmp_path, name), {}
     for bits in (32, 16, 8):
-        store = Store(files, load_config(files))
+        store = Store(files)
         types = loading(None, True, Status(True, ""), bits)
         sizes[bits] = sizes_of(Holdings(store, types, Ledger())).cache_per_token
     assert sizes[16] / sizes[32] == 0.5 and 0.25 < sizes[8] / sizes[32] < 0.36  # a scale a row

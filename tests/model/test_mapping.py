@@ -29,7 +29,6 @@ from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.gear_policy import GearPolicy
 from toastkit.holdings.forms import MAPPED, ORIGINAL, Form
 from toastkit.holdings.policy import Wish
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.model.safetensors import Entry
 from toastkit.native.library import Library
@@ -51,8 +50,7 @@ def engine(
     path: Path | str = "crumb", mapped: bool = True, gears: GearOptions | None = None
 ) -> Engine:
     """One whose weights are mapped, or read."""
-    files = locate(str(path))
-    store = Store(files, load_config(files))
+    store = Store(locate(str(path)))
     policies: list[Any] = [] if gears is None else [GearPolicy(gears)]
     policies += [MappingPolicy()] if mapped else []
     budget = None if gears is None else gears.cache_bytes
@@ -76,8 +74,7 @@ def forms(of: Engine) -> set[Form]:
 
 
 def toast_file(tmp_path: Path, model: str = "crumb") -> Path:
-    files = locate(model)
-    with Store(files, load_config(files)) as store:
+    with Store(locate(model)) as store:
         bake(store, tmp_path / "m.toast")
     return tmp_path / "m.toast"
 

@@ -14,7 +14,6 @@ from tests.model.published import write_published
 from toastkit.engine.opening import open_engine
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.policy import Wish
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.store import reader, waiting
 from toastkit.store.jobs import Job
@@ -29,8 +28,7 @@ SECONDS = 60  # for what would otherwise wait for ever
 
 
 def open_store(path: Path) -> Store:
-    files = locate(str(path))
-    return Store(files, load_config(files))
+    return Store(locate(str(path)))
 
 
 def bits(array):

@@ -16,7 +16,7 @@ from tests.unit.daemon_front import eventually
 from toastkit.daemon import worker
 from toastkit.engine.opening import open_engine
 from toastkit.errors import DataError
-from toastkit.model.config import fingerprint, load_config
+from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
 from toastkit.store.bake import bake
 from toastkit.store.store import Store
@@ -87,7 +87,7 @@ def test_a_replacement_that_cannot_be_read_is_told(start, model: Path, plain: Pl
 
 def test_a_file_that_becomes_no_model_is_told(start, model: Path, tmp_path: Path) -> None:
     files, model = locate(str(model)), tmp_path / "m.toast"
-    with Store(files, load_config(files)) as store:
+    with Store(files) as store:
         bake(store, model)
     whole, running = model.read_bytes(), start(model=model)
     answer = running.answer()

@@ -8,7 +8,6 @@ import mlx.core as mx
 import pytest
 
 from tests.model.published import NAMES, write_published
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.model.safetensors import Entry
 from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored
@@ -159,8 +158,7 @@ def test_a_sanitize_that_looks_at_values_is_not_recorded(mlx_started) -> None:
 def test_layers_read_again_are_those_of_all(name: str, tmp_path: Path, mlx_started) -> None:
     """To the bit, twice, of every published architecture; and what is not computed is no more read
     than it is large."""
-    files = locate(str(write_published(tmp_path / name, name)))
-    with Store(files, load_config(files)) as store:
+    with Store(locate(str(write_published(tmp_path / name, name)))) as store:
         whole = store.load()
         mx.eval(whole)
         layers = [store.layer_names(n) for n in range(store.layer_count)]
@@ -179,8 +177,7 @@ def test_layers_read_again_are_those_of_all(name: str, tmp_path: Path, mlx_start
 def test_reading_without_a_record(name: str, tmp_path: Path, mlx_started, monkeypatch) -> None:
     """The whole set is built, and the same comes out."""
     monkeypatch.setattr(Sanitizing, "origin", lambda self, name: None)
-    files = locate(str(write_published(tmp_path / name, name)))
-    with Store(files, load_config(files)) as store:
+    with Store(locate(str(write_published(tmp_path / name, name)))) as store:
         whole = store.load()
         found = store.layer(1)
         assert found and all(mx.array_equal(array, whole[k]) for k, array in found.items())

@@ -21,7 +21,6 @@ from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.plan import plan
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import Wish
-from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.native import replacing
@@ -64,7 +63,7 @@ def narrow_and_wide(path: Path | str, before: Callable[[int], Wish], **rest) -> 
 
 def unloaded(files: ModelFiles) -> Holdings:
     """As `toast-model plan` has them."""
-    store = Store(files, load_config(files))
+    store = Store(files)
     return Holdings(store, loading(None, True, Status(True, "")), Ledger())
 
 
@@ -108,7 +107,7 @@ def test_gears_of_16_bits(tmp_path: Path, name: str, path: str) -> None:
         slots = SlotOptions("slots", 3, "off")
         narrow_and_wide(made, wish, gear_options=gears, expert_slots=slots)
     if path == "fused":
-        store = Store(kept.files, load_config(kept.files))
+        store = Store(kept.files)
         found = plan(store, "all", types=loading(None, True, Status(True, "")))
         low = next(gear for gear in found.gears if gear.gear == "low")
         fresh = open_engine(kept.files, native="require", gear_options=gears)
@@ -121,8 +120,7 @@ def test_gears_of_16_bits(tmp_path: Path, name: str, path: str) -> None:
 def test_experts_of_16_bits_in_slots(tmp_path: Path, baked: bool) -> None:
     path = write_published(tmp_path / "moe", "qwen3_moe")
     if baked:
-        files = locate(str(path))
-        bake(Store(files, load_config(files)), tmp_path / "moe.toast", expert_major=True)
+        bake(Store(locate(str(path))), tmp_path / "moe.toast", expert_major=True)
         path = tmp_path / "moe.toast"
     slots = SlotOptions("slots", 3, "off" if baked else "1")
     kept, wide = narrow_and_wide(path, lambda n: Wish(), expert_slots=slots)

@@ -29,7 +29,6 @@ from toastkit.gears.gear_policy import gear_policy
 from toastkit.holdings import pressure
 from toastkit.holdings.holding import Holding
 from toastkit.holdings.policy import NO_WISH, Wish, warn_of_memory
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.residency.residency_policy import ResidencyPolicy
@@ -74,8 +73,7 @@ class Watched:
         self.logits = [self.state.logits]
 
     def _made(self, options: SlotOptions | None = None, experts: Any = None) -> Engine:
-        files = locate(str(self.path))
-        store = Store(files, load_config(files))
+        store = Store(locate(str(self.path)))
         self.policy = SlotPolicy(
             options or SlotOptions(), room_for_experts(self.residency, self.readings)
         )

@@ -15,15 +15,13 @@ from mlx.utils import tree_flatten
 
 from tests.model.published import write_published
 from toastkit.errors import DataError, NoInputError
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.store.ledger import Ledger, layer_owner
 from toastkit.store.store import Store
 
 
 def open_store(name: object) -> Store:
-    files = locate(str(name))
-    return Store(files, load_config(files))
+    return Store(locate(str(name)))
 
 
 def same(a, b) -> bool:

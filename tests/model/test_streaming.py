@@ -25,7 +25,6 @@ from toastkit.errors import UsageError
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.gear_policy import GearPolicy
 from toastkit.holdings.policy import Wish
-from toastkit.model.config import load_config
 from toastkit.model.locate import locate
 from toastkit.native.starting import NativeOptions
 from toastkit.residency.residency_options import PLACEMENTS, ResidencyOptions
@@ -163,8 +162,7 @@ def test_a_pass_reads_each_absent_layer_once_and_in_order(monkeypatch: pytest.Mo
 def test_streamed_layers_have_gears(tmp_path: Path) -> None:
     """A baked low gear is read instead of the originals; gears change in the middle."""
     path = tmp_path / "baked.toast"
-    files = locate(str(write_published(tmp_path / "llama", "llama")))
-    bake(Store(files, load_config(files)), path, gears=("low",))
+    bake(Store(locate(str(write_published(tmp_path / "llama", "llama")))), path, gears=("low",))
     options = GearOptions("auto", scope="all")
     gears = ["high", "low", "low", "high"]
     resident = open_engine(locate(str(path)), dtype="float32", gear_options=options, native="auto")
@@ -237,7 +235,7 @@ def test_layers_count_as_what_they_take_in_a_fixed_gear(
     a pass or a shift, does the account pass the budget; no result changes."""
     path, options = locate("crumb"), GearOptions(mode, scope="all")
     if baked:
-        bake(Store(path, load_config(path)), tmp_path / "crumb.toast", gears=("low", "mid"))
+        bake(Store(path), tmp_path / "crumb.toast", gears=("low", "mid"))
         path = locate(str(tmp_path / "crumb.toast"))
     gears = ["low", "mid", "high", "low"]
     staying = open_engine(path, dtype="float32", native=native, gear_options=options)
@@ -305,7 +303,7 @@ def test_layers_follow_memory(expected, monkeypatch: pytest.MonkeyPatch) -> None
     readings = Readings(4 << 30)
     files = locate("crumb")
     policy = ResidencyPolicy(ResidencyOptions("auto"), readings)
-    store = Store(files, load_config(files))
+    store = Store(files)
     engine = Engine(store, [policy], dtype="float32", native=NativeOptions("auto"))
     counts, state, tokens = [], read_prompt(engine), iter(NEXT * 20)
 
@@ -337,7 +335,7 @@ def test_layers_follow_memory_in_a_gear() -> None:
     from toastkit.holdings.pressure import LOW
 
     files, options = locate("crumb"), GearOptions("low", scope="all")
-    store = Store(files, load_config(files))
+    store = Store(files)
     gears = GearPolicy(options)
     policy = ResidencyPolicy(ResidencyOptions("auto"), lambda: free(), steps=gears.step_forms)
     engine = Engine(store, [gears, policy], dtype="float32", native=NativeOptions("auto"))

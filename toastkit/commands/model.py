@@ -318,10 +318,9 @@ def _open(files):
     from toastkit.engine import device
 
     device.start("cpu")
-    from toastkit.model.config import load_config
     from toastkit.store.store import Store
 
-    return Store(files, load_config(files))
+    return Store(files)
 
 
 def _print_path(path: Path) -> None:

@@ -77,13 +77,12 @@ def _worked_out(files, flags: dict[str, Any]) -> Plan:
 
     on = device.start("auto")
     from toastkit.gears.plan import plan
-    from toastkit.model.config import load_config
     from toastkit.store.dtypes import loading
     from toastkit.store.store import Store
 
     native = device.native_products(options.native_options(flags), on)
     types = loading(flags["dtype"], on == "cpu", native)
-    store = Store(files, load_config(files))
+    store = Store(files)
     scope, bits = flags["gear_scope"], flags["gear_bits"]
     return plan(store, scope, bits, types, say_verbose(flags))
 

@@ -133,7 +133,6 @@ def _unloaded(files, flags: dict[str, Any]) -> _Model:
     on = device.start("auto")
     from toastkit.engine.last_token import LastToken
     from toastkit.holdings.holdings import Holdings
-    from toastkit.model.config import load_config
     from toastkit.residency.model_sizes import sizes_of
     from toastkit.store.dtypes import loading
     from toastkit.store.ledger import Ledger
@@ -142,7 +141,7 @@ def _unloaded(files, flags: dict[str, Any]) -> _Model:
     wanted = native_options(flags)
     native = device.native_products(wanted, on)
     types = loading(flags["dtype"], on == "cpu", native, flags["kv_bits"])
-    store = Store(files, load_config(files))
+    store = Store(files)
     device.check_dtype(types.dtype, on, store.model)
     holdings = Holdings(store, types, Ledger())
     wanted = wanted._replace(native="require" if native.on else "off")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from toastkit.engine import device
 from toastkit.engine.engine import Engine
 from toastkit.holdings.policy import Policy
-from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.native.starting import NativeOptions
 from toastkit.residency.mapping import MappingPolicy
@@ -46,7 +45,7 @@ def open_engine(
     Raises UsageError, DataError, IOFailure, NoInputError.
     """
     device.start(device_name)
-    store = Store(files, load_config(files))
+    store = Store(files)
     gears = None if gear_options is None else _gears(store, gear_options, notify)
     policies: list[Policy] = [] if gears is None else [gears]
     if experts is not None:

@@ -1,6 +1,6 @@
 """THE weights store: tensors of a checkpoint, read on demand.
 
-store = Store(files, config)
+store = Store(files)
 store.read(names)               # tensors by name, evaluated
 store.request(names, AHEAD)     # starts reading, returns at once
 store.layer(7)                  # the tensors of layer 7
@@ -26,7 +26,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from toastkit.errors import SHORTAGES, DataError, as_toast_error, did_you_mean
-from toastkit.model.config import ModelConfig
+from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.normalise import Fitted
 from toastkit.model.safetensors import Entry
@@ -66,8 +66,8 @@ class Store:
     Raises DataError, NoInputError for a checkpoint that is broken, incomplete, or does not fit.
     """
 
-    def __init__(self, files: ModelFiles, config: ModelConfig):
-        self.files = files
+    def __init__(self, files: ModelFiles):
+        self.files, config = files, load_config(files)
         own_head = has_own_head(files)
         self.config = config = untied(config) if own_head else config
         self.fitted: Fitted = fit_config(files, config)
