@@ -11,7 +11,10 @@ import mlx.core as mx
 
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
+from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
+from toastkit.store.dtypes import DTYPES
+from toastkit.store.store import Store
 
 SIZES = {
     "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -24,6 +27,17 @@ def open_crumb(**options: Any) -> Engine:
     """The embedded model, native where commands would have it so: by MLX alone a prompt of forty
     tokens takes ten times as long, and a step twice. options: of open_engine."""
     return open_engine(locate("crumb"), **{"dtype": "float32", "native": "auto", **options})
+
+
+def open_store(path: Path | str) -> Store:
+    """The store of a checkpoint, by path or name."""
+    return Store(locate(str(path)))
+
+
+def same(a: mx.array, b: mx.array) -> bool:
+    """True for arrays of the same dtype and shape that are equal to the bit."""
+    alike = a.dtype == b.dtype and a.shape == b.shape
+    return alike and mx.array_equal(*(x.reshape(-1).view(mx.uint8) for x in (a, b))).item()
 
 
 def write_checkpoint(path: Path, config: dict, weights: dict, shards: int) -> Path:
@@ -55,11 +69,8 @@ def random_weights(model, scale: float) -> dict:
     return made
 
 
-def loaded_model(files, dtype: str | None = None):
+def loaded_model(files: ModelFiles, dtype: str | None = None):
     """The model of a checkpoint with all its weights, by way of the store alone."""
-    from toastkit.store.dtypes import DTYPES
-    from toastkit.store.store import Store
-
     store = Store(files)
     store.model.load_weights(list(store.load().items()))
     if dtype is not None:

@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from tests.model.checkpoints import loaded_model
+from tests.model.checkpoints import loaded_model, open_store
 from tests.model.published import NAMES, write_published
 from tests.model.reference import OLD_MLX_LM
 from toastkit.model.files import ModelFiles
@@ -119,7 +119,7 @@ def test_crumb_is_what_its_card_says() -> None:
 
 def test_nothing_is_read() -> None:
     """Neither weights nor what the model makes of them is ever computed."""
-    store = Store(locate("crumb"))
+    store = open_store("crumb")
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     anatomy(store, complain)
@@ -130,7 +130,7 @@ def test_what_cannot_be_run_is_told_and_left_out(monkeypatch: pytest.MonkeyPatch
     def refuse(*rest, **named):
         raise TypeError("odd\nmodel")
 
-    store = Store(locate("crumb"))
+    store = open_store("crumb")
     monkeypatch.setattr(type(store.model), "__call__", refuse)
     told: list[str] = []
     found = anatomy(store, told.append)

@@ -12,6 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from tests.model.checkpoints import open_store, same
 from tests.model.published import NAMES, checkpoint, write_published
 from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
@@ -60,7 +61,7 @@ def made(request, tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made
 @pytest.fixture
 def store(made: Made):
     """A Store of its own for each test."""
-    opened = Store(locate(str(made.path)))
+    opened = open_store(made.path)
     yield opened
     opened.close()
 
@@ -155,10 +156,6 @@ def test_looking_ahead_changes_nothing(made: Made) -> None:
 # --------------------------------------------------------------------------------------- the store
 
 
-def same(a: mx.array, b: mx.array) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and bool(mx.array_equal(a, b))
-
-
 def test_the_layers_are_the_model(made: Made, store: Store) -> None:
     """Each of its tensors, from the bytes that `source` points at, where it has some."""
     expected = made.stored
@@ -224,7 +221,7 @@ def bytes_read() -> int:
 def test_a_layer_reads_its_own_bytes_and_no_others(made: Made, tmp_path: Path) -> None:
     """These are overwritten once the store is open: layer 1 is what it was."""
     path = write_published(tmp_path / made.name, made.name)
-    store, sizes = Store(locate(str(path))), {True: 0, False: 0}
+    store, sizes = open_store(path), {True: 0, False: 0}
     for file, name, start, stop in raw_tensors(path):
         sizes[".layers.1." in name] += stop - start
         if ".layers.1." not in name:

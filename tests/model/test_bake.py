@@ -15,6 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from tests.model.checkpoints import open_store, same
 from tests.model.published import write_published
 from tests.model.reference import OLD_MLX_LM
 from toastkit.engine.opening import open_engine
@@ -24,14 +25,9 @@ from toastkit.model.locate import locate
 from toastkit.model.safetensors import read_header
 from toastkit.model.toast_format import PAGE, is_model_tensor
 from toastkit.store.bake import bake, split
-from toastkit.store.store import Store
 from toastkit.store.verify import verify
 
 PROMPT = [(37 * n + 5) % 4096 for n in range(8)]
-
-
-def open_store(path: Path | str) -> Store:
-    return Store(locate(str(path)))
 
 
 def baked(source: Path | str, out: Path, **options) -> Path:
@@ -71,8 +67,7 @@ def test_a_checkpoint_comes_out_the_same(name: str, tmp_path: Path) -> None:
     copy, expected = open_store(toast).load(), source.load()
     assert copy.keys() == expected.keys()
     for key, array in expected.items():
-        assert (copy[key].dtype, copy[key].shape) == (array.dtype, array.shape)
-        assert mx.array_equal(*(a.reshape(-1).view(mx.uint8) for a in (copy[key], array))), key
+        assert same(copy[key], array), key
     # And once it has this form, it keeps it.
     assert baked(folder, tmp_path / "z.toast").read_bytes() == toast.read_bytes()
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from tests.model.checkpoints import open_store, same
 from tests.model.published import write_published
-from tests.model.test_bake import PROMPT, baked, open_store
+from tests.model.test_bake import PROMPT, baked
 from toastkit.engine.opening import open_engine
 from toastkit.errors import DataError, UsageError
 from toastkit.model.locate import locate
@@ -42,10 +43,7 @@ def check_equal(store: Store, expected: dict[str, mx.array]) -> None:
     """Same names, dtypes, shapes and bits."""
     assert set(store.names) == set(expected)
     for name, array in expected.items():
-        ours = store.tensor(name)
-        assert (ours.dtype, ours.shape) == (array.dtype, array.shape), name
-        bits = [a.reshape(-1).view(mx.uint8) for a in (ours, array)]
-        assert mx.array_equal(*bits), name
+        assert same(store.tensor(name), array), name
 
 
 def converted(path: Path, dtype: str | None) -> tuple:

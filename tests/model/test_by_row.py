@@ -8,12 +8,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from tests.model.checkpoints import open_store, same
 from tests.model.published import NAMES, write_published
-from toastkit.model.locate import locate
 from toastkit.model.safetensors import Entry
 from toastkit.store.by_row import OPERATIONS
 from toastkit.store.sanitizing import Made, Sanitizing
-from toastkit.store.store import Store
 
 EXPERTS = 4
 DTYPES = {"BF16": mx.bfloat16, "F32": mx.float32, "U8": mx.uint8, "F8_E4M3": mx.uint8}
@@ -128,9 +127,7 @@ def test_rows_are_computed_of_their_own_rows(name: str, mlx_started) -> None:
             assert part[2] == stop or not own.isdecimal() or start <= int(own) < stop
             assert part[2] is not None or own in ("one", "column") or own.isdecimal()
         found = by_row.make(start, stop, read)
-        assert (found.dtype, found.shape[0]) == (whole.dtype, stop - start)
-        a, b = (mx.contiguous(x).reshape(-1).view(mx.uint8) for x in (found, whole[start:stop]))
-        assert mx.array_equal(a, b).item()
+        assert same(found, whole[start:stop])
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -164,7 +161,7 @@ def test_experts_of_published_checkpoints_are_read_alone(
     name: str, tmp_path: Path, mlx_started
 ) -> None:
     """None is read with others, each is that of the whole, and takes its share of bytes."""
-    with Store(locate(str(write_published(tmp_path / name, name)))) as store:
+    with open_store(write_published(tmp_path / name, name)) as store:
         whole = store.load()
         for tensor in (t for n in range(store.layer_count) for t in store.expert_names(n)):
             assert not store.is_whole(tensor)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from toastkit.model.locate import locate
+from tests.model.checkpoints import open_store
 from toastkit.store.precision import LARGEST, dequantise_rows, looks_quantised, quantise_rows
-from toastkit.store.store import Store
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
@@ -93,7 +92,7 @@ def test_few_rows_are_looked_at() -> None:
 
 
 def test_the_embedded_model_was_not_quantised() -> None:
-    store = Store(locate("crumb"))
+    store = open_store("crumb")
     found = store.read([name for name in store.names if len(store.shape(name)) > 1])
     assert len(found) > 90
     for name, array in found.items():

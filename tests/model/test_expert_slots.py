@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
+from tests.model.checkpoints import open_store
 from tests.model.moe_checkpoints import write_moe
 from tests.model.moe_engines import read
 from tests.model.published import write_published
@@ -34,7 +35,6 @@ from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store import reader
 from toastkit.store.bake import bake
 from toastkit.store.sanitizing import Sanitizing
-from toastkit.store.store import Store
 
 PROMPT = [5 + 7 * n % 300 for n in range(24)]
 EXPERTS, CHOSEN = 8, 2  # of the random checkpoints
@@ -196,7 +196,7 @@ def test_sizes_and_auto(models) -> None:
     whole = opened(path, "auto")  # there is room for all: none has to be fetched
     assert whole.ledger.of("experts") == 0 and not whole.holdings.slots.layers
     assert opened(path, 99).holdings.slots.layers == []
-    store = Store(locate(str(path)))
+    store = open_store(path)
     for left, count in ((0, CHOSEN), (1 << 40, EXPERTS)):
         made = Engine(
             store, [SlotPolicy(SlotOptions(), room_for_experts(None, lambda left=left: left))],
@@ -253,7 +253,7 @@ def test_slots_hold_experts_in_a_gear(models, gear: str, by: str, tmp_path: Path
     plain = answer(opened(path, gear_options=options), wish=Wish(gear))
     made = opened(path, 5, gear_options=options)
     assert alike(answer(made, wish=Wish(gear)), plain)
-    with Store(locate(str(path))) as store:
+    with open_store(path) as store:
         bake(store, tmp_path / "baked.toast", gears=(gear,))
     baked = opened(tmp_path / "baked.toast", 5, gear_options=options)
     assert alike(answer(baked, wish=Wish(gear)), plain)

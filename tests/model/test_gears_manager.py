@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.model.checkpoints import SIZES, random_weights, write_checkpoint
+from tests.model.checkpoints import SIZES, open_store, random_weights, write_checkpoint
 from tests.model.published import write_published
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
@@ -190,7 +190,7 @@ def test_nothing_is_quantised_before_it_is_wanted(
 def test_baked_gears_are_read(
     sources: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: str
 ) -> None:
-    bake(Store(locate(str(sources["qwen3_moe"]))), tmp_path / "x.toast", gears=("low", "mid"))
+    bake(open_store(sources["qwen3_moe"]), tmp_path / "x.toast", gears=("low", "mid"))
     made, gears = geared(sources["qwen3_moe"], scope, cache_bytes=0)
     baked, stored = geared(tmp_path / "x.toast", scope, cache_bytes=0)
     wanted = []
@@ -204,7 +204,7 @@ def test_baked_gears_are_read(
 
 
 def test_baked_gears_of_other_bits_are_not(sources: dict, tmp_path: Path) -> None:
-    bake(Store(locate(str(sources["qwen3"]))), tmp_path / "x.toast", gears=("low",))
+    bake(open_store(sources["qwen3"]), tmp_path / "x.toast", gears=("low",))
     six, gears = geared(tmp_path / "x.toast", bits=(6, 8))
     six.shift("low")
     plain, own = geared(sources["qwen3"], bits=(6, 8))
@@ -354,7 +354,7 @@ def test_weights_that_were_quantised_before(tmp_path: Path) -> None:
 
 
 def test_a_module_in_two_places_is_one(sources: dict) -> None:
-    store = Store(locate(str(sources["qwen3"])))
+    store = open_store(sources["qwen3"])
     layers = store.model.model.layers
     layers[1].self_attn.q_proj = layers[0].self_attn.q_proj
     gears = GearPolicy(GearOptions("auto", "attention"))

@@ -9,7 +9,13 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.model.checkpoints import SIZES, loaded_model, random_weights, write_checkpoint
+from tests.model.checkpoints import (
+    SIZES,
+    loaded_model,
+    open_store,
+    random_weights,
+    write_checkpoint,
+)
 from tests.model.published import write_published
 from toastkit.errors import UsageError
 from toastkit.gears.cost import whole_speedup
@@ -105,7 +111,7 @@ def test_rows_of_odd_lengths(tmp_path: Path) -> None:
 def test_a_token_of_the_embedded_model(scope: str) -> None:
     """4 of 16 experts; the embedding is the head, and read whole."""
     found = planned(locate("crumb"), scope)
-    store = Store(locate("crumb"))
+    store = open_store("crumb")
     stacked = sum(store.nbytes(n) for layer in range(8) for n in store.expert_names(layer))
     high = found.gears[0]
     assert high.device == sum(map(store.nbytes, store.names))
@@ -215,7 +221,7 @@ def test_experts_that_cannot_be_counted_all_count(monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_is_read() -> None:
-    store = Store(locate("crumb"))
+    store = open_store("crumb")
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     plan(store, "all", types=Loading("float32"), explain=complain)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from tests.conftest import examples
-from tests.model.checkpoints import open_crumb
+from tests.model.checkpoints import open_crumb, open_store
 from tests.model.published import write_published
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
@@ -27,7 +27,6 @@ from toastkit.model.locate import locate
 from toastkit.store.bake import bake
 from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import CACHE, GEARS, Ledger
-from toastkit.store.store import Store
 
 IDS = [5 + 7 * n % 4000 for n in range(24)]
 LOW = packed(4)
@@ -35,7 +34,7 @@ LOW = packed(4)
 
 def opened(path: Path | str = "crumb", **rest) -> Holdings:
     """Holdings of a model of which nothing is loaded."""
-    return Holdings(Store(locate(str(path))), Loading("float32"), Ledger(), **rest)
+    return Holdings(open_store(path), Loading("float32"), Ledger(), **rest)
 
 
 def matrices(holdings: Holdings, layer: int) -> list[str]:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.model.checkpoints import quantised_qwen3, tied_llama
+from tests.model.checkpoints import open_store, quantised_qwen3, tied_llama
 from tests.model.moe_checkpoints import write_moe
 from tests.model.test_streaming import NEXT, PROMPT, alike, answer
 from tests.native_library import built, cache, library, needed
@@ -39,7 +39,6 @@ from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store.bake import bake
 from toastkit.store.mapping import MappedFiles
 from toastkit.store.raw import DTYPES
-from toastkit.store.store import Store
 
 __all__ = ["built", "cache", "library"]
 pytestmark = needed
@@ -50,7 +49,7 @@ def engine(
     path: Path | str = "crumb", mapped: bool = True, gears: GearOptions | None = None
 ) -> Engine:
     """One whose weights are mapped, or read."""
-    store = Store(locate(str(path)))
+    store = open_store(path)
     policies: list[Any] = [] if gears is None else [GearPolicy(gears)]
     policies += [MappingPolicy()] if mapped else []
     budget = None if gears is None else gears.cache_bytes
@@ -74,7 +73,7 @@ def forms(of: Engine) -> set[Form]:
 
 
 def toast_file(tmp_path: Path, model: str = "crumb") -> Path:
-    with Store(locate(model)) as store:
+    with open_store(model) as store:
         bake(store, tmp_path / "m.toast")
     return tmp_path / "m.toast"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from tests.model.checkpoints import open_store, same
 from tests.model.published import write_published
 from toastkit.engine.opening import open_engine
 from toastkit.gears.gear_options import GearOptions
@@ -21,23 +22,9 @@ from toastkit.store.ledger import READING
 from toastkit.store.raw import RawTensors
 from toastkit.store.reader import Reader
 from toastkit.store.request import CancelledError
-from toastkit.store.store import Store
 from toastkit.store.waiting import AHEAD, NOW
 
 SECONDS = 60  # for what would otherwise wait for ever
-
-
-def open_store(path: Path) -> Store:
-    return Store(locate(str(path)))
-
-
-def bits(array):
-    return array.reshape(-1).view(mx.uint8)
-
-
-def same(a, b) -> bool:
-    alike = a.dtype == b.dtype and a.shape == b.shape
-    return alike and bool(mx.array_equal(bits(a), bits(b)))
 
 
 @pytest.fixture

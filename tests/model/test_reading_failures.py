@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.model.checkpoints import open_store, same
 from tests.model.published import write_published
-from tests.model.test_reading import open_store, same
 from toastkit.errors import DataError, IOFailure, NoInputError
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from tests.model.checkpoints import open_store, same
 from tests.model.published import NAMES, write_published
-from toastkit.model.locate import locate
 from toastkit.model.safetensors import Entry
 from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored
-from toastkit.store.store import Store
 
 LAYERS = 12
 PER_LAYER = ("norm.weight", "conv.weight", "experts.0.up", "experts.1.up", "a.w", "b.w")
@@ -158,7 +157,7 @@ def test_a_sanitize_that_looks_at_values_is_not_recorded(mlx_started) -> None:
 def test_layers_read_again_are_those_of_all(name: str, tmp_path: Path, mlx_started) -> None:
     """To the bit, twice, of every published architecture; and what is not computed is no more read
     than it is large."""
-    with Store(locate(str(write_published(tmp_path / name, name)))) as store:
+    with open_store(write_published(tmp_path / name, name)) as store:
         whole = store.load()
         mx.eval(whole)
         layers = [store.layer_names(n) for n in range(store.layer_count)]
@@ -167,9 +166,7 @@ def test_layers_read_again_are_those_of_all(name: str, tmp_path: Path, mlx_start
             found = store.read(names)
             read = store.reader.bytes_read - before
             for tensor, array in found.items():
-                a, b = (x.reshape(-1).view(mx.uint8) for x in (array, whole[tensor]))
-                assert (array.dtype, array.shape) == (whole[tensor].dtype, whole[tensor].shape)
-                assert mx.array_equal(a, b), tensor
+                assert same(array, whole[tensor]), tensor
             assert read <= sum(map(store.nbytes, names))
 
 
@@ -177,7 +174,7 @@ def test_layers_read_again_are_those_of_all(name: str, tmp_path: Path, mlx_start
 def test_reading_without_a_record(name: str, tmp_path: Path, mlx_started, monkeypatch) -> None:
     """The whole set is built, and the same comes out."""
     monkeypatch.setattr(Sanitizing, "origin", lambda self, name: None)
-    with Store(locate(str(write_published(tmp_path / name, name)))) as store:
+    with open_store(write_published(tmp_path / name, name)) as store:
         whole = store.load()
         found = store.layer(1)
         assert found and all(mx.array_equal(array, whole[k]) for k, array in found.items())

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from tests.model.checkpoints import SIZES, random_weights, write_checkpoint
+from tests.model.checkpoints import SIZES, open_store, random_weights, write_checkpoint
 from tests.model.published import write_published
 from tests.model.test_streaming import alike, answer
 from tests.native_library import native_cache, native_path, needed
@@ -120,7 +120,7 @@ def test_gears_of_16_bits(tmp_path: Path, name: str, path: str) -> None:
 def test_experts_of_16_bits_in_slots(tmp_path: Path, baked: bool) -> None:
     path = write_published(tmp_path / "moe", "qwen3_moe")
     if baked:
-        bake(Store(locate(str(path))), tmp_path / "moe.toast", expert_major=True)
+        bake(open_store(path), tmp_path / "moe.toast", expert_major=True)
         path = tmp_path / "moe.toast"
     slots = SlotOptions("slots", 3, "off" if baked else "1")
     kept, wide = narrow_and_wide(path, lambda n: Wish(), expert_slots=slots)

@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests.model.checkpoints import open_store
 from tests.model.moe_engines import read, read_once
 from tests.model.published import write_published
 from tests.model.test_expert_slots import CHOSEN, EXPERTS, PROMPT, deepseek, opened
@@ -33,7 +34,6 @@ from toastkit.model.locate import locate
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.residency.residency_policy import ResidencyPolicy
 from toastkit.store import reader
-from toastkit.store.store import Store
 
 MUCH, LITTLE = 8 << 30, pressure.LOW - 1
 TOKENS = [3 + 5 * n % 290 for n in range(40)]
@@ -73,7 +73,7 @@ class Watched:
         self.logits = [self.state.logits]
 
     def _made(self, options: SlotOptions | None = None, experts: Any = None) -> Engine:
-        store = Store(locate(str(self.path)))
+        store = open_store(self.path)
         self.policy = SlotPolicy(
             options or SlotOptions(), room_for_experts(self.residency, self.readings)
         )

@@ -10,22 +10,13 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import MAKERS, tied_llama
 from mlx.utils import tree_flatten
 
+from tests.model.checkpoints import MAKERS, open_store, same, tied_llama
 from tests.model.published import write_published
 from toastkit.errors import DataError, NoInputError
-from toastkit.model.locate import locate
 from toastkit.store.ledger import Ledger, layer_owner
 from toastkit.store.store import Store
-
-
-def open_store(name: object) -> Store:
-    return Store(locate(str(name)))
-
-
-def same(a, b) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and mx.array_equal(a, b).item()
 
 
 @pytest.fixture(scope="module")

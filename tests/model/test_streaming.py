@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.model.checkpoints import tied_llama
+from tests.model.checkpoints import open_store, tied_llama
 from tests.model.moe_engines import read
 from tests.model.published import write_published
 from toastkit.engine.batch import Batch
@@ -162,7 +162,7 @@ def test_a_pass_reads_each_absent_layer_once_and_in_order(monkeypatch: pytest.Mo
 def test_streamed_layers_have_gears(tmp_path: Path) -> None:
     """A baked low gear is read instead of the originals; gears change in the middle."""
     path = tmp_path / "baked.toast"
-    bake(Store(locate(str(write_published(tmp_path / "llama", "llama")))), path, gears=("low",))
+    bake(open_store(write_published(tmp_path / "llama", "llama")), path, gears=("low",))
     options = GearOptions("auto", scope="all")
     gears = ["high", "low", "low", "high"]
     resident = open_engine(locate(str(path)), dtype="float32", gear_options=options, native="auto")
