@@ -167,7 +167,7 @@ def test_any_description_is_right_or_refused(
 
 def written(path: Path, experts: bytes) -> Path:
     """A file as baking writes it, with these bytes of experts."""
-    plan = [Planned(NAME, "U8", (EXPERTS, ROW), "layer.0", aligned=True, parts=PARTS)]
+    plan = [Planned(NAME, "U8", (EXPERTS, ROW), "layer.0", parts=PARTS)]
     metadata = {"toastkit": "2", "layers": "1", "experts": describe_experts({NAME: PARTS})}
     checksums = {"outside": {}, "layer.0": {}}
     with TensorWriter(path, plan, metadata, checksums=checksums) as writer:

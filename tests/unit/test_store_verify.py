@@ -18,8 +18,8 @@ from toastkit.store.writer import Planned, TensorWriter
 PLAN = [
     Planned("__file__.config.json", "U8", (2,), "files"),
     Planned("embed.weight", "F32", (3, 5), "outside"),
-    Planned("layers.0.weight", "BF16", (9,), "layer.0", aligned=True),
-    Planned("layers.1.weight", "U32", (2, 2), "layer.1", aligned=True),
+    Planned("layers.0.weight", "BF16", (9,), "layer.0"),
+    Planned("layers.1.weight", "U32", (2, 2), "layer.1"),
 ]
 METADATA = {"format": "mlx", "toastkit": "1", "layers": "2"}
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ from toastkit.store.precision import GEAR_BITS, group_size_of, quantise_rows
 from toastkit.store.quantising import Quantise, QuantizationOptions, choose_modules, leaf_modules
 from toastkit.store.skeleton import is_matrix
 from toastkit.store.store import Store
-from toastkit.store.writer import Planned, Progress, TensorWriter
+from toastkit.store.writer import Progress, TensorWriter
 
 PARTS = ("weight", "scales", "biases")  # of a quantised matrix, in file order
 
@@ -139,15 +138,11 @@ def write_pieces(
     check: Callable[[], None],
     **rest: Any,
 ) -> None:
-    """Write a safetensors file of pieces, each layer aligned to PAGE. texts: its metadata; the
-    description of experts is added. check: raises if what was read has changed meanwhile. rest:
-    further arguments of TensorWriter."""
+    """Write a safetensors file of pieces. texts: its metadata; the description of experts is
+    added. check: raises if what was read has changed meanwhile. rest: further arguments of
+    TensorWriter."""
     pieces = list(pieces)
-    plan: list[Planned] = []
-    group = FILES_GROUP
-    for item in (item for piece in pieces for item in piece.planned):
-        plan.append(replace(item, aligned=item.group not in (group, OUTSIDE_GROUP)))
-        group = item.group
+    plan = [item for piece in pieces for item in piece.planned]
     if experts := {item.name: item.parts for item in plan if item.parts}:
         described = describe_experts(experts)
         texts = {**texts, VERSION_KEY: EXPERT_MAJOR_VERSION, EXPERTS_KEY: described}

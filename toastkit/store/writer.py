@@ -25,7 +25,9 @@ from toastkit.model.safetensors import (
 from toastkit.model.toast_format import (
     CHECKSUMS_KEY,
     DIGEST_BYTES,
+    FILES_GROUP,
     ITEM_ALIGNMENT,
+    OUTSIDE_GROUP,
     PAD_PREFIX,
     PAGE,
     Part,
@@ -45,15 +47,13 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to be written. dtype: in safetensors' terms. group: of its checksum. aligned: begins
-    at a multiple of PAGE. parts: what its rows consist of, if it holds experts one after
-    another."""
+    """A tensor to be written. dtype: in safetensors' terms. group: of its checksum. parts: what its
+    rows consist of, if it holds experts one after another."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     group: str
-    aligned: bool = False
     parts: tuple[Part, ...] = ()
 
     @property
@@ -210,18 +210,19 @@ class _Blocks:
 
 
 def lay_out(plan: Iterable[Planned]) -> list[Entry]:
-    """Place each tensor, with padding tensors in all gaps. Offsets count from the start of the
-    data.
+    """Place each tensor, each layer aligned to PAGE, with padding tensors in all gaps. Offsets
+    count from the start of the data.
     Raises ValueError for a duplicate name, which is a bug."""
     entries: list[Entry] = []
     names: set[str] = set()
     end = pads = 0
-    aligned = False
+    group, aligned = FILES_GROUP, False
     for item in plan:
         if item.name in names:
             raise ValueError(f"tensor {item.name} is planned twice")
         names.add(item.name)
-        aligned = aligned or item.aligned
+        if item.group != group:
+            group, aligned = item.group, item.group != OUTSIDE_GROUP
         gap = -end % (PAGE if aligned else ITEM_ALIGNMENT) if item.nbytes else 0
         aligned = aligned and not item.nbytes  # an empty tensor passes it on to the next
         if gap:
