@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def bake(
     ]
     for index in range(store.layer_count):
         pieces += contents.layer(index)
-    write_pieces(out, pieces, metadata(store), store.check_files, progress=progress)
+    write_pieces(out, store, pieces, progress=progress)
 
 
 def split(store: Store, out_directory: Path, progress: Progress | None = None) -> None:
@@ -114,10 +114,7 @@ def split(store: Store, out_directory: Path, progress: Progress | None = None) -
         for name, pieces in parts.items():
             checksums = {FILES_GROUP: digests} if name == OUTSIDE_FILE else None
             path = partial.beside / name
-            write_pieces(
-                path, pieces, metadata(store), store.check_files, checksums=checksums,
-                progress=report,
-            )  # fmt: skip
+            write_pieces(path, store, pieces, checksums=checksums, progress=report)
             done += sum(item.nbytes for p in pieces for item in p.planned)
         # Last, so that a process killed before leaves nothing that looks like a model.
         with partial.reported():
@@ -131,21 +128,13 @@ def split(store: Store, out_directory: Path, progress: Progress | None = None) -
         partial.publish()
 
 
-def write_pieces(
-    path: Path,
-    pieces: Iterable[Piece],
-    texts: Mapping[str, str],
-    check: Callable[[], None],
-    **rest: Any,
-) -> None:
-    """Write a safetensors file of pieces. texts: its metadata; the description of experts is
-    added. check: raises if what was read has changed meanwhile. rest: further arguments of
-    TensorWriter."""
-    pieces = list(pieces)
+def write_pieces(path: Path, store: Store, pieces: Sequence[Piece], **rest: Any) -> None:
+    """Write a safetensors file of pieces of a store, unless its files change meanwhile. rest:
+    further arguments of TensorWriter."""
     plan = [item for piece in pieces for item in piece.planned]
+    texts = {"format": "mlx", VERSION_KEY: VERSION, LAYERS_KEY: str(store.layer_count)}
     if experts := {item.name: item.parts for item in plan if item.parts}:
-        described = describe_experts(experts)
-        texts = {**texts, VERSION_KEY: EXPERT_MAJOR_VERSION, EXPERTS_KEY: described}
+        texts |= {VERSION_KEY: EXPERT_MAJOR_VERSION, EXPERTS_KEY: describe_experts(experts)}
     mx.clear_cache()  # left by finding the tensors' places
     with TensorWriter(path, plan, texts, **rest) as writer:
         for piece in pieces:
@@ -159,13 +148,8 @@ def write_pieces(
                     raise as_toast_error(error) from error
                 reason = str(error).strip().split("\n")[0]
                 raise DataError(f"{name}: cannot read it: {reason}") from error
-        check()
+        store.check_files()
         writer.finish()
-
-
-def metadata(store: Store) -> dict[str, str]:
-    """The header's metadata, without the checksums."""
-    return {"format": "mlx", VERSION_KEY: VERSION, LAYERS_KEY: str(store.layer_count)}
 
 
 def small_files(contents: Contents) -> Iterator[tuple[str, bytes]]:
