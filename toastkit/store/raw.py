@@ -145,7 +145,7 @@ class RawTensors:
                     count = self._pread(fd, called, start)
                     if not count:
                         raise DataError(f"{self._files.name}: {path.name} is shorter than it was")
-                    start, views, read = start + count, _after(views, count), read + count
+                    start, views, read = start + count, _parted(views, count)[1], read + count
                     if self.throttle is not None:
                         self.throttle(count, begun)
                     seconds = max(time.perf_counter() - begun, 1e-9)
@@ -158,7 +158,7 @@ class RawTensors:
         """The part of the views that takes CALL_SECONDS at the rate of this thread's last call, up
         to the end of a page of the file."""
         size = max(MIN_CALL_BYTES, int(getattr(self._own, "call_bytes", CHUNK_BYTES)))
-        return _before(views, (start + size) // PAGE * PAGE - start)
+        return _parted(views, (start + size) // PAGE * PAGE - start)[0]
 
     def _pread(self, fd: int, views: list[memoryview], start: int) -> int:
         """Read into views, one after another; return the number of bytes."""
@@ -245,22 +245,13 @@ def _ranges(
         yield whole.path, whole.start, views
 
 
-def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """The memory left after `count` bytes have been read."""
+def _parted(views: list[memoryview], count: int) -> tuple[list[memoryview], list[memoryview]]:
+    """The memory of the first `count` bytes, and the rest."""
     for n, view in enumerate(views):
         if count < len(view):
-            return [view[count:], *views[n + 1 :]]
+            return [*views[:n], view[:count]], [view[count:], *views[n + 1 :]]
         count -= len(view)
-    return []
-
-
-def _before(views: list[memoryview], count: int) -> list[memoryview]:
-    """The memory of the first `count` bytes."""
-    for n, view in enumerate(views):
-        if count <= len(view):
-            return [*views[:n], view[:count]]
-        count -= len(view)
-    return views
+    return views, []
 
 
 def _identity(path: Path) -> tuple[int, int, int]:
