@@ -25,7 +25,6 @@ NO_MEMORY = "std::bad_alloc"  # what MLX makes of it is a RuntimeError with this
 # Of no more threads: Python's text, and what MLX makes of it, RuntimeErrors both.
 NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
 UNMAPPED = re.compile("failed to map segment|[Cc]annot allocate memory")  # of a library's import
-SHORTAGES = (NO_MEMORY, *NO_THREAD)
 
 
 class ToastError(Exception):
@@ -124,6 +123,15 @@ def as_toast_error(error: BaseException) -> ToastError:
             "cannot start a thread: there is a limit of processes or memory (ulimit -uv)"
         )
     return ToastError(f"bug: {type(error).__name__}: {error}".replace("\n", " "))
+
+
+def as_data_error(error: Exception, failed: str) -> ToastError:
+    """Return the error to report if MLX or mlx_lm cannot do something with files: that of
+    as_toast_error if the system has no more of something, else a DataError, `failed` and why."""
+    if isinstance(error, MemoryError) or str(error) in (NO_MEMORY, *NO_THREAD):
+        return as_toast_error(error)
+    reason = str(error).strip().split("\n")[0][:300]
+    return DataError(f"{failed}: {reason}")
 
 
 def did_you_mean(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.cgroups import memory_group
 from toastkit.commands import cli
-from toastkit.errors import as_toast_error
+from toastkit.errors import as_data_error, as_toast_error
 from toastkit.residency import memory
 from toastkit.residency.memory import available_memory, left_by_cgroups, left_by_limits
 
@@ -269,6 +269,10 @@ def test_what_the_system_lacks_is_no_bug() -> None:
             told = tell(error)
             assert told.code == 74 and told.message.startswith(said) and told.hint is None
         assert tell(RuntimeError("a\nb")).message == "bug: RuntimeError: a b"
+    for error in (*lacks["out of memory"][:2], *lacks["cannot start a thread"]):
+        assert as_data_error(error, "x").message == as_toast_error(error).message
+    told = as_data_error(RuntimeError("a\nb"), "m: cannot run")
+    assert (told.code, told.message) == (65, "m: cannot run: a")
 
 
 def test_psutil_is_imported_when_it_is_needed() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.errors import SHORTAGES, DataError, UsageError, as_toast_error
+from toastkit.errors import DataError, UsageError, as_data_error
 from toastkit.model.files import TEMPLATES_FOLDER
 from toastkit.model.toast_format import (
     EXPERT_MAJOR_VERSION,
@@ -144,10 +144,7 @@ def write_pieces(path: Path, store: Store, pieces: Sequence[Piece], **rest: Any)
             except DataError as error:
                 raise DataError(f"{name}: {error.message}", error.hint) from error
             except RuntimeError as error:  # MLX, on a file that was truncated
-                if str(error) in SHORTAGES:
-                    raise as_toast_error(error) from error
-                reason = str(error).strip().split("\n")[0]
-                raise DataError(f"{name}: cannot read it: {reason}") from error
+                raise as_data_error(error, f"{name}: cannot read it") from error
         store.check_files()
         writer.finish()
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.errors import DataError, from_os_error, reported_as
+from toastkit.errors import DataError, as_data_error, from_os_error, reported_as
 from toastkit.model.files import ModelFiles
 from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import ITEM_ALIGNMENT, is_model_tensor
@@ -115,10 +115,8 @@ class RawTensors:
                     f"MLX opens no path that is not UTF-8: {str(header.path)!r}"
                 ) from error
             except (RuntimeError, ValueError, OSError) as error:
-                reason = str(error).strip().split("\n")[0]
-                raise DataError(
-                    f"{self._files.name}: cannot read {header.path.name}: {reason}"
-                ) from error
+                failed = f"{self._files.name}: cannot read {header.path.name}"
+                raise as_data_error(error, failed) from error
             assert isinstance(found, dict)  # as for every safetensors file
             for name, entry in header.entries.items():
                 if is_model_tensor(name):

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from toastkit.errors import SHORTAGES, DataError, ToastError, as_toast_error
+from toastkit.errors import DataError, ToastError, as_data_error
 from toastkit.model.architecture import import_architecture
 from toastkit.model.config import ModelConfig, digits
 from toastkit.model.files import ModelFiles
@@ -42,10 +42,7 @@ MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 
 def cannot_run(name: str, error: Exception) -> ToastError:
     """The error for a failed first pass. name: of the checkpoint. error: one of MISFITS."""
-    if str(error) in SHORTAGES:
-        return as_toast_error(error)
-    reason = str(error).strip().split("\n")[0]
-    return DataError(f"{name}: mlx_lm cannot run a model with this config.json: {reason}")
+    return as_data_error(error, f"{name}: mlx_lm cannot run a model with this config.json")
 
 
 def new_model(files: ModelFiles, config: ModelConfig, fitted: Fitted) -> nn.Module:
@@ -58,7 +55,8 @@ def new_model(files: ModelFiles, config: ModelConfig, fitted: Fitted) -> nn.Modu
         if fitted.yarn is not None:
             _set_yarn(model, fitted.yarn)
     except MISFITS as error:
-        raise DataError(f"{files.name}: config.json does not describe a model: {error}") from error
+        failed = f"{files.name}: config.json does not describe a model"
+        raise as_data_error(error, failed) from error
     return model.eval()
 
 

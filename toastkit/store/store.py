@@ -25,7 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from toastkit.errors import SHORTAGES, DataError, as_toast_error, did_you_mean
+from toastkit.errors import as_data_error, did_you_mean
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.normalise import Fitted
@@ -86,8 +86,8 @@ class Store:
                 raise ValueError("it has no output matrix of its own, and one is stored")
             self.layers_path = layers_path(self.model)
         except MISFITS as error:
-            reason = str(error).strip().split("\n")[0][:300]
-            raise DataError(f"{files.name}: the weights do not fit the model: {reason}") from error
+            failed = f"{files.name}: the weights do not fit the model"
+            raise as_data_error(error, failed) from error
         self.layer_count = len(self.model.layers)
         self._by_layer: dict[int | None, list[str]] = {}
         for name in self.names:
@@ -278,10 +278,7 @@ class Store:
         try:
             mx.eval(arrays)
         except RuntimeError as error:
-            if str(error) in SHORTAGES:
-                raise as_toast_error(error) from error
-            reason = str(error).strip().split("\n")[0]
-            raise DataError(f"{self.files.name}: cannot read the weights: {reason}") from error
+            raise as_data_error(error, f"{self.files.name}: cannot read the weights") from error
 
     @property
     def keeps_cached(self) -> bool:
