@@ -40,7 +40,7 @@ class Job:
     @cached_property
     def stored_bytes(self) -> int:
         """Size in bytes in the files."""
-        return sum(span.stop - span.start for span in self.spans)
+        return sum(span.size for span in self.spans)
 
     @property
     def nbytes(self) -> int:
@@ -59,18 +59,17 @@ class Job:
 
 
 class Piece(NamedTuple):
-    """Memory to read into. spans, widened, dtype: as in Job; dtype matters only if widened. view:
-    its bytes."""
+    """Memory to read into. spans: as in Job. view: its bytes. widened: the dtype, in safetensors'
+    terms, of what becomes float32 while reading; None for bytes as they are."""
 
     spans: tuple[Span, ...]
-    dtype: str
     view: memoryview
-    widened: bool = False
+    widened: str | None = None
 
     @property
     def stored_bytes(self) -> int:
         """Size in bytes in the files."""
-        return sum(span.stop - span.start for span in self.spans)
+        return sum(span.size for span in self.spans)
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,6 +43,11 @@ class Span(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return self.stop - self.start
+
     def precedes(self, other: Span) -> bool:
         """True if there is nothing but padding between this and another."""
         return self.path is other.path and 0 <= other.start - self.stop < ITEM_ALIGNMENT

@@ -30,6 +30,8 @@ THREADS = 3
 LITTLE_BYTES = 32 << 20
 WIDENED_BYTES = 1 << 20  # of the file at a time
 IDLE_SECONDS = 5.0  # before an idle thread ends; the next request starts one
+Read = tuple[Span, memoryview]
+Narrow = tuple[memoryview, str, memoryview]  # 16-bit floats, their dtype, memory for float32
 _open: weakref.WeakSet[Reader] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_open.clear)  # it has no such threads
 
@@ -199,7 +201,7 @@ class Reader:
             memory: Any = self._memory(job, spare)
             if job.nbytes:
                 view = memoryview(memory).cast("B")
-                pieces.append(Piece(job.spans, job.dtype, view, job.widened))
+                pieces.append(Piece(job.spans, view, job.dtype if job.widened else None))
             found.append(memory)
         stopped = lambda: self._closed or not any(flight.users for flight in flights)  # noqa: E731
         # Unless this is what is waited for, the owner soon wants the memory back.
@@ -240,38 +242,32 @@ class Reader:
         return self._own.scratch
 
     def _fill(self, pieces: Iterable[Piece], stopped: Callable[[], bool], short_calls: bool) -> int:
-        """Read into memory in file order, as RawTensors.fill. What is widened is read WIDENED_BYTES
-        at a time, and widened while it is in the CPU cache."""
-        reads: list[tuple[Span, memoryview]] = []
-        narrow: list[tuple[memoryview, str, memoryview]] = []
-        used = read = 0
+        """Read into memory in file order, as RawTensors.fill, and widen what is to be."""
+        read = 0
+        for reads, narrow in self._batches(pieces):
+            read += self._raw.fill(reads, stopped, short_calls)
+            if narrow and not stopped():
+                _widen(narrow)
+        return read
+
+    def _batches(self, pieces: Iterable[Piece]) -> Iterator[tuple[list[Read], list[Narrow]]]:
+        """Yield what to read and then to widen: WIDENED_BYTES of the latter at a time, so that it
+        is still in the CPU cache."""
+        reads: list[Read] = []
+        narrow: list[Narrow] = []
+        used = 0
         for span, view, dtype in sorted(_places(pieces), key=itemgetter(0)):
             if dtype is None:
                 reads.append((span, view))
                 continue
-            size = span.stop - span.start
-            if used + size > WIDENED_BYTES:
-                read += self._fill_and_widen(reads, narrow, stopped, short_calls)
+            if used + span.size > WIDENED_BYTES:
+                yield reads, narrow
                 reads, narrow, used = [], [], 0
-            floats = self._scratch()[used : used + size]
+            floats = self._scratch()[used : used + span.size]
             reads.append((span, floats))
             narrow.append((floats, dtype, view))
-            used += size
-        return read + self._fill_and_widen(reads, narrow, stopped, short_calls)
-
-    def _fill_and_widen(
-        self,
-        reads: Iterable[tuple[Span, memoryview]],
-        narrow: Iterable[tuple[memoryview, str, memoryview]],
-        stopped: Callable[[], bool],
-        short_calls: bool,
-    ) -> int:
-        """narrow: 16-bit floats among what was read, their dtype, and memory for them as float32,
-        which represents them exactly."""
-        read = self._raw.fill(reads, stopped, short_calls)
-        if narrow and not stopped():
-            _widen(narrow)
-        return read
+            used += span.size
+        yield reads, narrow
 
     def _hold(self, count: int) -> None:
         self.held_bytes += count
@@ -372,8 +368,8 @@ def _on_device(made: Any) -> Any:
     return mx.array(made) if isinstance(made, memoryview) else made  # type: ignore[arg-type]
 
 
-def _widen(narrow: Iterable[tuple[memoryview, str, memoryview]]) -> None:
-    """Convert 16-bit floats, of that dtype, to float32 in the memory beside them."""
+def _widen(narrow: Iterable[Narrow]) -> None:
+    """Convert 16-bit floats to float32, which represents them exactly."""
     import numpy as np
 
     for floats, dtype, view in narrow:
@@ -388,12 +384,12 @@ def _widen(narrow: Iterable[tuple[memoryview, str, memoryview]]) -> None:
 def _places(pieces: Iterable[Piece]) -> Iterator[tuple[Span, memoryview, str | None]]:
     """Yield spans to read with their memory; if they are to be widened, with their dtype, and
     WIDENED_BYTES at a time."""
-    for spans, dtype, view, widened in pieces:
+    for spans, view, dtype in pieces:
         done = 0
         for path, start, stop in spans:
-            step = WIDENED_BYTES if widened else stop - start
+            step = stop - start if dtype is None else WIDENED_BYTES
             for first in range(start, stop, step or 1):
                 span = Span(path, first, min(first + step, stop))
-                size = (span.stop - first) * (2 if widened else 1)
-                yield span, view[done : done + size], dtype if widened else None
+                size = span.size * (1 if dtype is None else 2)
+                yield span, view[done : done + size], dtype
                 done += size

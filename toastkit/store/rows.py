@@ -12,8 +12,8 @@ from toastkit.store.jobs import Job, Piece
 from toastkit.store.raw import RawTensors, Span
 from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored
 
-# dtypes, by safetensors' names, that may be widened to float32 while reading.
-WIDENED = {"BF16": mx.bfloat16, "F16": mx.float16}
+# dtypes that may be widened to float32 while reading, and safetensors' names of them.
+WIDENED = {mx.bfloat16: "BF16", mx.float16: "F16"}
 Origin = Stored | Stacked | Made | None
 
 
@@ -91,13 +91,12 @@ class RowReading:
     def piece(self, name: str, row: int, view: memoryview, dtype: mx.Dtype) -> Piece | None:
         """What reads tensor(name)[row] into memory of its size, if the files hold it in that dtype,
         or in 16-bit floats with dtype float32; else None."""
-        spans, stored = self._spans(name, row), self._dtype(name)
-        widened = dtype == mx.float32 and stored in WIDENED.values()
-        size = sum(span.stop - span.start for span in spans) * (2 if widened else 1)
-        if not spans or not (widened or stored == dtype) or size != len(view):
-            return None
-        kind = next((kind for kind, of in WIDENED.items() if of == stored), "")
-        return Piece(spans, kind, view, widened)
+        stored = self._dtype(name)
+        widened = WIDENED.get(stored) if dtype == mx.float32 else None
+        piece = Piece(self._spans(name, row), view, widened)
+        size = piece.stored_bytes * (2 if widened else 1)
+        fits = piece.spans and size == len(view) and (widened or stored == dtype)
+        return piece if fits else None
 
     def _spans(self, name: str, row: int) -> tuple[Span, ...]:
         """Where a row of a tensor is stored unchanged; empty if it is not."""

@@ -235,7 +235,7 @@ class Store:
                     )
                 elif origin is not None:
                     job = self._rows.job(origin)
-                    jobs[name] = replace(job, widened=job.dtype in WIDENED and name in widen)
+                    jobs[name] = replace(job, widened=name in widen and job.result_dtype in WIDENED)
             if len(self._known_reads) == MAX_KNOWN_READS:
                 self._known_reads.clear()
             self._known_reads[key] = origins, jobs
