@@ -14,9 +14,6 @@ from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored
 
 # dtypes that may be widened to float32 while reading, and safetensors' names of them.
 WIDENED = {mx.bfloat16: "BF16", mx.float16: "F16"}
-Origin = Stored | Stacked | Made | None
-
-
 Range = tuple[int, int]  # rows first:stop
 
 
@@ -30,20 +27,18 @@ class Rows(NamedTuple):
 
 
 class RowReading:
-    """Map rows to the parts of the files they are made of. origin(name): where a tensor comes from.
-    dtype(name): its dtype. sanitizing: None if all tensors are stored. whole(name): reads one,
-    evaluated."""
+    """Map rows to the parts of the files they are made of. dtype(name): that of a tensor.
+    whole(name): reads one, evaluated."""
 
     def __init__(
         self,
         raw: RawTensors,
-        sanitizing: Sanitizing | None,
-        origin: Callable[[str], Origin],
+        sanitizing: Sanitizing,
         dtype: Callable[[str], mx.Dtype],
         whole: Callable[[str], mx.array],
     ):
         self._raw, self._sanitizing = raw, sanitizing
-        self._origin, self._dtype, self._whole = origin, dtype, whole
+        self._dtype, self._whole = dtype, whole
 
     def job(self, origin: Stored | Stacked, start: int = 0, stop: int | None = None) -> Job:
         """The job that reads a tensor, or rows start:stop of it."""
@@ -59,29 +54,28 @@ class RowReading:
 
     def is_whole(self, name: str) -> bool:
         """True if any row of a tensor requires computing all of it."""
-        origin = self._origin(name)
-        if not isinstance(origin, Made):
-            return origin is None
-        assert self._sanitizing is not None  # nothing else computes tensors
-        return self._sanitizing.by_row(name) is None
+        origin = self._sanitizing.origin(name)
+        return origin is None or (
+            isinstance(origin, Made) and self._sanitizing.by_row(name) is None
+        )
 
     def rows(self, name: str, spans: Sequence[Range]) -> Rows:
         """The jobs that read those rows of a tensor, and the function that makes the rows."""
-        origin, sanitizing = self._origin(name), self._sanitizing
+        origin = self._sanitizing.origin(name)
         if isinstance(origin, (Stored, Stacked)):
             keys = [(*origin, *span) for span in spans]
             jobs = {key: self.job(origin, *span) for key, span in zip(keys, spans)}
             return Rows(jobs, lambda read: [read[key] for key in keys])
-        if origin is None or sanitizing is None:
+        if origin is None:
             return Rows({}, lambda _: _cut(self._whole(name), spans))
-        by_row = sanitizing.by_row(name)
+        by_row = self._sanitizing.by_row(name)
         if by_row is not None:
             parts = [part for span in spans for part in by_row.parts(*span)]
             return Rows(self._jobs(parts), lambda read: [by_row.make(*s, read) for s in spans])
 
         def make(read: Mapping[Any, mx.array]) -> list[mx.array]:
             stored = {part: read[part, 0, None] for part in origin.parts}
-            return _cut(sanitizing.make([name], stored)[name], spans)
+            return _cut(self._sanitizing.make([name], stored)[name], spans)
 
         return Rows(self._jobs((part, 0, None) for part in origin.parts), make)
 
@@ -100,12 +94,10 @@ class RowReading:
 
     def _spans(self, name: str, row: int) -> tuple[Span, ...]:
         """Where a row of a tensor is stored unchanged; empty if it is not."""
-        origin = self._origin(name)
+        origin = self._sanitizing.origin(name)
         if isinstance(origin, (Stored, Stacked)):
             return self.job(origin, row, row + 1).spans
-        by_row = (
-            None if origin is None or self._sanitizing is None else self._sanitizing.by_row(name)
-        )
+        by_row = None if origin is None else self._sanitizing.by_row(name)
         found = None if by_row is None else by_row.piece(self._row_bytes)
         if found is None:
             return ()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from toastkit.model.toast_format import GEAR_PREFIX
 from toastkit.store.by_row import ByRow, by_row
 from toastkit.store.graph import STORED, Function, Graph
 from toastkit.store.raw import DTYPES, RawTensors
@@ -41,26 +42,38 @@ class Made(NamedTuple):
     parts: tuple[str, ...]
 
 
+Origin = Stored | Stacked | Made | None
+
+
 class Sanitizing:
     """The tensors that `sanitize` makes of the stored ones.
 
     sanitize: a dictionary of arrays, such as (rows, columns) in the stored dtype, -> another; may
-    modify the first, and arrays in place. names: of the stored tensors it is given.
+    modify the first, and arrays in place. None: tensors are as they are stored. names: of the
+    stored tensors it is given.
     """
 
-    def __init__(self, raw: RawTensors, sanitize: Function, names: Iterable[str]):
-        self._raw, self._sanitize, self._names = raw, sanitize, list(names)
+    def __init__(self, raw: RawTensors, sanitize: Function | None, names: Iterable[str]):
+        self._raw, self._names = raw, list(names)
+        self._is_identity = sanitize is None
+        self._sanitize: Function = sanitize or (lambda given: given)
         self._lock = threading.Lock()
         self._graph = Graph()
-        self._origins: dict[str, Stored | Stacked | Made] = {}
+        self._origins: dict[str, Origin] = {}
         self._by_row: dict[str, ByRow | None] = {}
         self._whole: dict[str, int] | None = None
         self._layers: dict[str, str | None] = {}  # by the first number in a stored name
         self._cover: set[str | None] = set()
         self._subsets: dict[frozenset, tuple[list[str], set[str]]] = {}
 
-    def origin(self, name: str) -> Stored | Stacked | Made | None:
+    def of_all(self, stored: dict[str, mx.array]) -> dict[str, mx.array]:
+        """What `sanitize` makes of all stored tensors, lazy; it may modify the dictionary."""
+        return self._sanitize(stored)
+
+    def origin(self, name: str) -> Origin:
         """Where a tensor comes from; None if `sanitize` reads values and so cannot be recorded."""
+        if self._is_identity or name.startswith(GEAR_PREFIX):
+            return Stored(name)
         node = self._recorded().get(name)
         if node is None:
             return None
@@ -68,7 +81,7 @@ class Sanitizing:
             self._origins[name] = self._origin(node)
         return self._origins[name]
 
-    def _origin(self, node: int) -> Stored | Stacked | Made:
+    def _origin(self, node: int) -> Origin:
         operation, arguments, operands, *_ = self._graph[node]
         if operation == STORED:
             return Stored(*arguments)

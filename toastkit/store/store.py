@@ -37,7 +37,7 @@ from toastkit.store.raw import DTYPES, RawTensors
 from toastkit.store.reader import Reader
 from toastkit.store.request import Request
 from toastkit.store.rows import WIDENED, RowReading, Rows
-from toastkit.store.sanitizing import Made, Sanitizing, Stacked, Stored
+from toastkit.store.sanitizing import Made, Origin, Sanitizing, Stored
 from toastkit.store.skeleton import (
     MISFITS,
     copied_model,
@@ -98,19 +98,18 @@ class Store:
     def _survey(self) -> dict[str, mx.array]:
         """Return all tensors, lazy; note each one's shape, dtype, and the stored tensor it appears
         to be."""
-        sanitizes = hasattr(self.model, "sanitize")
-        raw = self._raw.load()
-        self._sanitizing: Sanitizing | None = None
-        tensors = raw
-        if sanitizes and self.files.is_baked:
-            # Only for its effect on the model: some drop a module that has no weights.
-            self.model.sanitize(self._raw.load())
-        elif sanitizes:
-            pristine = copied_model(self.model)
-            self._sanitize = lambda given: copied_model(pristine).sanitize(given)  # type: ignore
-            self._sanitizing = Sanitizing(self._raw, self._sanitize, raw)
-            tensors = self.model.sanitize(dict(raw))
-        self._rows = RowReading(self._raw, self._sanitizing, self._origin, self.dtype, self.tensor)
+        raw = tensors = self._raw.load()
+        sanitize = None
+        if hasattr(self.model, "sanitize"):
+            if self.files.is_baked:
+                # Only for its effect on the model: some drop a module that has no weights.
+                self.model.sanitize(self._raw.load())
+            else:
+                pristine = copied_model(self.model)
+                sanitize = lambda given: copied_model(pristine).sanitize(given)  # noqa: E731
+                tensors = self.model.sanitize(dict(raw))
+        self._sanitizing = Sanitizing(self._raw, sanitize, raw)
+        self._rows = RowReading(self._raw, self._sanitizing, self.dtype, self.tensor)
         by_identity = {id(array): name for name, array in raw.items()}
         self._stored = {n: by_identity[id(a)] for n, a in tensors.items() if id(a) in by_identity}
         self._about = {name: (tuple(a.shape), a.dtype) for name, a in tensors.items()}
@@ -169,10 +168,8 @@ class Store:
         origin = self._origin(name)
         return self._raw.place(origin.name) if isinstance(origin, Stored) else None
 
-    def _origin(self, name: str) -> Stored | Stacked | Made | None:
+    def _origin(self, name: str) -> Origin:
         self.shape(name)  # raises KeyError
-        if self._sanitizing is None or name.startswith(GEAR_PREFIX):
-            return Stored(name)
         return self._sanitizing.origin(name)
 
     def is_whole(self, name: str) -> bool:
@@ -186,8 +183,7 @@ class Store:
         once is fastest by MLX itself. Raises DataError, NoInputError, IOFailure."""
         unread, self._unread = self._unread, None
         if unread is None or unread[0] != threading.get_ident():
-            tensors = self._raw.load()
-            unread = 0, tensors if self._sanitizing is None else self._sanitize(tensors)
+            unread = 0, self._sanitizing.of_all(self._raw.load())
         return {name: unread[1][name] for name in self.names}
 
     def read(self, names: Iterable[str]) -> dict[str, mx.array]:
@@ -221,7 +217,7 @@ class Store:
 
     def _reads(
         self, names: tuple[str, ...], widen: frozenset[str]
-    ) -> tuple[dict[str, Stored | Stacked | Made | None], dict[Any, Job]]:
+    ) -> tuple[dict[str, Origin], dict[Any, Job]]:
         """Where tensors come from, and the jobs that read them; kept, since layers are streamed in
         every step."""
         key = names, widen
@@ -252,7 +248,6 @@ class Store:
                 layers.setdefault(self.layer_of(name), []).append(name)
         stored = {key.name: array for key, array in read.items() if isinstance(key, Stored)}
         for made in layers.values():
-            assert self._sanitizing is not None  # nothing else computes tensors
             found.update(self._sanitizing.make(made, stored))
         if None in origins.values():
             whole = self.load()
