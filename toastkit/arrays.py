@@ -70,8 +70,6 @@ def pack_extension(value: Any) -> Any:
     if type(value) is Array:
         payload = _pack((value.dtype, value.shape)) + bytes(value.data)
         return msgpack.ExtType(EXT_INLINE, payload)
-    if type(value) is memoryview:
-        return bytes(value)
     raise TypeError(f"cannot put a {type(value).__name__} into a frame")
 
 
