@@ -157,24 +157,25 @@ def test_looking_ahead_changes_nothing(made: Made) -> None:
 
 
 def test_the_layers_are_the_model(made: Made, store: Store) -> None:
-    """Each of its tensors, from the bytes that `source` points at, where it has some."""
+    """Each of its tensors, as often as it is asked for, from no more bytes than it has; from those
+    that `source` points at, where it has some."""
     expected = made.stored
     assert sorted(store.names) == sorted(expected)
-    found = {}
-    for part in (
-        *map(store.layer, reversed(range(store.layer_count))),
-        store.read(store.outside_names()),
-    ):
-        assert not set(part) & set(found)
-        found.update(part)
-    assert set(found) == set(expected)
-    wrong = [name for name, array in found.items() if not same(array, expected[name])]
-    assert not wrong
+    layers = [store.layer_names(n) for n in reversed(range(store.layer_count))]
+    for parts in ([*layers, store.outside_names()], layers):
+        found = {}
+        for names in parts:
+            before = store.reader.bytes_read
+            part = store.read(names)
+            assert store.reader.bytes_read - before <= sum(map(store.nbytes, names))
+            assert list(part) == names and not set(part) & set(found)
+            found.update(part)
+        assert set(found) == {name for names in parts for name in names}
+        wrong = [name for name, array in found.items() if not same(array, expected[name])]
+        assert not wrong
     for name, array in expected.items():
         assert (store.shape(name), store.dtype(name)) == (array.shape, array.dtype)
         assert store.nbytes(name) == array.nbytes
-    again = store.layer(0)
-    assert again and all(same(array, expected[name]) for name, array in again.items())
     places = {name: store.source(name) for name in expected if store.source(name) is not None}
     assert places
     for name, (path, entry) in places.items():
@@ -185,12 +186,18 @@ def test_the_layers_are_the_model(made: Made, store: Store) -> None:
 
 
 def test_rows_are_slices(made: Made, store: Store) -> None:
-    """Experts are, too."""
+    """Experts are, too, and each takes its share of bytes."""
     sparse = [n for n in range(store.layer_count) if store.expert_names(n)]
     assert bool(sparse) == any(word in made.name for word in WITH_EXPERTS)
     for layer in sparse:
         parts = {name.split(".")[-2] for name in store.expert_names(layer)}
         assert parts == {"gate_proj", "up_proj", "down_proj"}
+        for name in store.expert_names(layer):
+            before = store.reader.bytes_read
+            rows = store.rows(name, 3, 5)
+            halves = 2 if name.rpartition(".")[0].endswith(("gate_proj", "up_proj")) else 1
+            assert store.reader.bytes_read - before <= halves * rows.nbytes
+            assert not store.is_whole(name)
     for name, array in made.stored.items():
         count = array.shape[0]
         for start, stop in {(0, 1), (count // 3, count // 3 + 1 + count // 5), (count - 1, count)}:

@@ -8,8 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.model.checkpoints import open_store, same
-from tests.model.published import NAMES, write_published
+from tests.model.checkpoints import same
 from toastkit.model.safetensors import Entry
 from toastkit.store.by_row import OPERATIONS
 from toastkit.store.sanitizing import Made, Sanitizing
@@ -154,20 +153,3 @@ def test_what_is_played_wrongly_is_refused(mlx_started, monkeypatch) -> None:
     monkeypatch.setitem(OPERATIONS, "Slice", wrong)
     assert recorded(ALONE["interleaved"])[1] is None
     assert recorded(ALONE["transposed"])[1] is not None
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_experts_of_published_checkpoints_are_read_alone(
-    name: str, tmp_path: Path, mlx_started
-) -> None:
-    """None is read with others, each is that of the whole, and takes its share of bytes."""
-    with open_store(write_published(tmp_path / name, name)) as store:
-        whole = store.load()
-        for tensor in (t for n in range(store.layer_count) for t in store.expert_names(n)):
-            assert not store.is_whole(tensor)
-            before = store.reader.bytes_read
-            found = store.rows(tensor, 3, 5)
-            read = store.reader.bytes_read - before
-            assert mx.array_equal(found, whole[tensor][3:5])
-            halves = 2 if tensor.rpartition(".")[0].endswith(("gate_proj", "up_proj")) else 1
-            assert read <= halves * found.nbytes

@@ -19,7 +19,7 @@ from tests.model.published import write_published
 from tests.model.test_bake import baked
 from tests.model.test_expert_slots import Lazily, answer, opened
 from tests.model.test_streaming import alike
-from toastkit.errors import DataError, UsageError
+from toastkit.errors import UsageError
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings import slot_memory
 from toastkit.holdings.policy import Wish
@@ -253,15 +253,6 @@ def test_a_layer_that_has_no_room_ahead_is_read_all_the_same(models) -> None:
     request = store.request(names, AHEAD)
     lazy = store.load()
     assert all(bits(array) == bits(lazy[name]) for name, array in request.result().items())
-
-
-def test_a_file_that_became_shorter(models, tmp_path: Path) -> None:
-    path = tmp_path / "x.toast"
-    path.write_bytes(models["qwen3_moe_quantised"].experts.read_bytes())
-    store = open_store(path)
-    os.truncate(path, path.stat().st_size - 10_000)
-    with pytest.raises(DataError, match="shorter than it was"):
-        store.layer(store.layer_count - 1)
 
 
 # ----------------------------------------------------------------------------------- system calls

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.model.checkpoints import MAKERS, open_store, same, tied_llama
+from tests.model.checkpoints import open_store, same, tied_llama
 from tests.model.published import write_published
 from toastkit.errors import DataError, NoInputError
 from toastkit.store.ledger import Ledger, layer_owner
@@ -46,18 +46,6 @@ def test_every_tensor_is_in_one_place(crumb_store: Store) -> None:
         )  # fmt: skip
 
 
-def test_a_tensor_can_be_asked_for_again(crumb_store: Store) -> None:
-    """Reading frees nothing of the checkpoint: layers come as often as streaming wants them."""
-    first = crumb_store.layer(2)
-    mx.eval(first)
-    again = crumb_store.layer(2)
-    assert all(same(first[name], again[name]) for name in first)
-    assert same(
-        crumb_store.tensor("model.norm.weight"),
-        crumb_store.read(crumb_store.outside_names())["model.norm.weight"],
-    )
-
-
 def test_names_that_there_are_not(crumb_store: Store) -> None:
     for ask in (crumb_store.tensor, crumb_store.shape, crumb_store.source):
         with pytest.raises(KeyError):
@@ -67,16 +55,6 @@ def test_names_that_there_are_not(crumb_store: Store) -> None:
             crumb_store.rows(crumb_store.expert_names(0)[0], *rows)
 
 
-def test_experts_are_rows_of_the_stacked_tensors(store: Store) -> None:
-    for layer in (0, store.layer_count - 1):
-        names = store.expert_names(layer)
-        assert len(names) == 3
-        count = store.shape(names[0])[0]
-        whole = store.layer(layer)
-        for start, stop in ((0, 1), (1, count - 1), (count - 1, count)):
-            assert all(same(store.rows(n, start, stop), whole[n][start:stop]) for n in names)
-
-
 def test_an_expert_is_read_without_its_neighbours(store: Store) -> None:
     """In a baked file and in a published directory: of neighbours, not a byte is read."""
     name = store.expert_names(store.layer_count - 1)[0]
@@ -84,17 +62,6 @@ def test_an_expert_is_read_without_its_neighbours(store: Store) -> None:
     rows = store.rows(name, 2, 4)
     assert store.reader.bytes_read - before == rows.nbytes
     assert rows.nbytes == 2 * store.nbytes(name) // store.shape(name)[0]
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_sources_hold_the_very_bytes(name: str, tmp_path: Path, mlx_started) -> None:
-    store = open_store(MAKERS[name](tmp_path / name))
-    found = [n for n in store.names if store.source(n) is not None]
-    assert found == store.names  # nothing to sanitize here
-    for tensor in found:
-        path, entry = store.source(tensor)
-        data = path.read_bytes()[entry.start : entry.stop]
-        assert bytes(memoryview(store.tensor(tensor).reshape(-1).view(mx.uint8))) == data
 
 
 def test_sources_are_not_what_sanitize_changed(store: Store) -> None:

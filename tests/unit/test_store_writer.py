@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -216,61 +213,6 @@ def test_two_at_once(tmp_path: Path) -> None:
         writer.finish()
     check(path, PLAN[:1])
     assert os.listdir(tmp_path) == ["x.toast"]
-
-
-HALF = """
-import sys, time
-from pathlib import Path
-from toastkit.store.writer import Planned, TensorWriter
-with TensorWriter(Path(sys.argv[1]), [Planned("a", "U8", (1 << 20,), "outside")], {}) as writer:
-    writer.write("a", bytes(1 << 19))
-    print("half", flush=True)
-    {what}
-"""
-
-
-def half(path: Path, what: str) -> subprocess.Popen:
-    """A process that is half through writing a file."""
-    return subprocess.Popen(
-        [sys.executable, "-c", HALF.replace("{what}", what), str(path)], stdout=subprocess.PIPE
-    )
-
-
-def test_a_killed_writer_leaves_no_file_and_the_next_takes_over(tmp_path: Path) -> None:
-    path = tmp_path / "x.toast"
-    process = half(path, "time.sleep(60)")
-    assert process.stdout is not None and process.stdout.readline() == b"half\n"
-    with pytest.raises(BusyError):
-        TensorWriter(path, PLAN, {})
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    process.stdout.close()
-    assert not path.exists() and len(os.listdir(tmp_path)) == 1
-    write(path, PLAN)
-    check(path, PLAN)
-    assert os.listdir(tmp_path) == ["x.toast"]
-
-
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from toastkit.errors import ToastError
-from toastkit.store.writer import Planned, TensorWriter
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, 1 << 19))
-try:
-    with TensorWriter(Path(sys.argv[1]), [Planned("a", "U8", (1 << 20,), "outside")], {}) as writer:
-        writer.write("a", bytes(1 << 20))
-        writer.finish()
-except ToastError as error:
-    print(error.code, error.message)
-"""
-
-
-def test_a_full_disk(tmp_path: Path) -> None:
-    path = tmp_path / "x.toast"
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True)
-    assert done.stdout.startswith(b"74 cannot write"), done.stderr
-    assert os.listdir(tmp_path) == []
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
