@@ -95,7 +95,7 @@ def test_mapped_tensors_are_those_that_were_read(
     places, at = {}, lead
     for n, (kind, shape, gap) in enumerate(tensors):
         at += gap
-        size = int(np.prod(shape, dtype=int)) * DTYPES[kind][1].size
+        size = int(np.prod(shape, dtype=int)) * DTYPES[kind].size
         places[n] = (path, Entry(str(n), kind, tuple(shape), at, at + size, None))
         at += size
     data = np.random.default_rng(lead).bytes(at)
@@ -106,13 +106,11 @@ def test_mapped_tensors_are_those_that_were_read(
         files.read_ahead(places.values())
         found = files.arrays({**places, "nowhere": None})
         files.close()
-    fitting = {
-        n for n, (_, e) in places.items() if e.nbytes and not e.start % DTYPES[e.dtype][1].size
-    }
+    fitting = {n for n, (_, e) in places.items() if e.nbytes and not e.start % DTYPES[e.dtype].size}
     assert set(found) == fitting
     for n, array in found.items():
         entry = places[n][1]
-        assert array.shape == entry.shape and array.dtype == DTYPES[entry.dtype][1]
+        assert array.shape == entry.shape and array.dtype == DTYPES[entry.dtype]
         assert (
             bytes(memoryview(mx.view(array.reshape(-1), mx.uint8)))
             == data[entry.start : entry.stop]

@@ -50,7 +50,7 @@ class Job:
     @property
     def result_dtype(self) -> mx.Dtype:
         """Dtype of the array."""
-        return mx.float32 if self.widened else DTYPES[self.dtype][1]
+        return mx.float32 if self.widened else DTYPES[self.dtype]
 
     def array(self, memory: mx.array) -> mx.array:
         """View memory, uint8 (N, M), as the array, of `shape`, such as (rows, columns), and

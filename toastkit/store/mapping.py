@@ -61,7 +61,7 @@ class MappedFiles:
         for key, place in places.items():
             if place is not None and self.holds(place):
                 file, entry = self._files[place[0]], place[1]
-                dtype = DTYPES[entry.dtype][1]
+                dtype = DTYPES[entry.dtype]
                 found[key] = file.region.array(file.lead + entry.start, dtype, entry.shape)
         return found
 
@@ -69,7 +69,7 @@ class MappedFiles:
         """True if a tensor is stored unchanged, and aligned for an array."""
         path, entry = place
         whole = entry.inside is None and entry.nbytes > 0 and entry.stop <= self._files[path].size
-        return whole and entry.start % DTYPES[entry.dtype][1].size == 0
+        return whole and entry.start % DTYPES[entry.dtype].size == 0
 
     def check(self) -> None:
         """Raise DataError if a file is not the one that was mapped. One system call per file."""

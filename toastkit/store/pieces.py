@@ -20,7 +20,7 @@ READ_BYTES = 8 << 20  # of a tensor, per read
 # of those, per conversion: it takes several times as much memory, in float32
 BLOCK_BYTES = 2 << 20
 DTYPE_NAMES = {mx.float64: "F64", mx.complex64: "C64"}
-DTYPE_NAMES.update((kind, name) for name, (_, kind) in DTYPES.items() if not name.startswith("F8"))
+DTYPE_NAMES.update((kind, name) for name, kind in DTYPES.items() if not name.startswith("F8"))
 
 Conversion = Callable[[mx.array], dict[str, mx.array]]  # rows -> rows of each part
 

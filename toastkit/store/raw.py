@@ -22,13 +22,12 @@ from toastkit.model.toast_format import ITEM_ALIGNMENT, is_model_tensor
 from toastkit.private_files import pread_past_cache
 from toastkit.store.direct import PAGE, DirectReads
 
-# dtype in the file -> numpy's view of the bytes, and MLX's dtype for them.
+# dtype in the file -> MLX's dtype for it.
 DTYPES = {
-    "BOOL": ("?", mx.bool_), "U8": ("u1", mx.uint8), "I8": ("i1", mx.int8),
-    "U16": ("<u2", mx.uint16), "I16": ("<i2", mx.int16), "F16": ("<f2", mx.float16),
-    "BF16": ("<u2", mx.bfloat16), "U32": ("<u4", mx.uint32), "I32": ("<i4", mx.int32),
-    "F32": ("<f4", mx.float32), "U64": ("<u8", mx.uint64), "I64": ("<i8", mx.int64),
-    "F8_E4M3": ("u1", mx.uint8), "F8_E5M2": ("u1", mx.uint8), "F8_E8M0": ("u1", mx.uint8),
+    "BOOL": mx.bool_, "U8": mx.uint8, "I8": mx.int8, "U16": mx.uint16, "I16": mx.int16,
+    "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "I32": mx.int32, "F32": mx.float32,
+    "U64": mx.uint64, "I64": mx.int64, "F8_E4M3": mx.uint8, "F8_E5M2": mx.uint8,
+    "F8_E8M0": mx.uint8,
 }  # fmt: skip
 CHUNK_BYTES = 16 << 20  # per system call: a reader can be stopped between two
 CALL_SECONDS = 0.004  # target duration of a call that may have to stop at any time
@@ -221,7 +220,7 @@ def _part(found: dict[str, mx.array], entry: Entry) -> mx.array:
     assert entry.inside is not None
     first, row = entry.start - entry.inside.start, entry.nbytes // entry.shape[0]
     rows = found[entry.inside.name][:, first : first + row]
-    return rows.view(DTYPES[entry.dtype][1]).reshape(entry.shape)
+    return rows.view(DTYPES[entry.dtype]).reshape(entry.shape)
 
 
 def _ranges(

@@ -170,4 +170,4 @@ class Sanitizing:
     def _placeholder(self, name: str) -> mx.array:
         """A lazy placeholder of a stored tensor's shape, such as (rows, columns), and dtype."""
         _, entry = self._raw.place(name)
-        return mx.zeros(entry.shape, DTYPES[entry.dtype][1])
+        return mx.zeros(entry.shape, DTYPES[entry.dtype])

@@ -115,7 +115,7 @@ class Store:
         self._about = {name: (tuple(a.shape), a.dtype) for name, a in tensors.items()}
         for name in self._raw.below(GEAR_PREFIX):
             _, entry = self._raw.place(name)
-            self._about[name] = entry.shape, DTYPES[entry.dtype][1]
+            self._about[name] = entry.shape, DTYPES[entry.dtype]
         order = {}
         for name, stored in self._stored.items():
             path, entry = self._raw.place(stored)
