@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -151,6 +152,18 @@ def test_a_sanitize_that_looks_at_values_is_not_recorded(mlx_started) -> None:
         return {k: v for k, v in weights.items() if mx.any(v != 0).item()}
 
     assert Sanitizing(Files(), looks, Files().arrays).origin("m.embed") is None
+
+
+def test_complex_numbers_that_sanitize_drops(tmp_path: Path, mlx_started) -> None:
+    """As frequencies of rotary embeddings may be stored."""
+    path = write_published(tmp_path / "llama", "llama")
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    mx.save_safetensors(str(path / "other.safetensors"), {name: mx.zeros((8,), mx.complex64)})
+    index = json.loads((path / "model.safetensors.index.json").read_bytes())
+    index["weight_map"][name] = "other.safetensors"
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with open_store(path) as store:
+        assert name not in store.names and store.layer(1)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])

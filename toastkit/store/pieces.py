@@ -19,8 +19,7 @@ from toastkit.store.writer import Planned, TensorWriter
 READ_BYTES = 8 << 20  # of a tensor, per read
 # of those, per conversion: it takes several times as much memory, in float32
 BLOCK_BYTES = 2 << 20
-DTYPE_NAMES = {mx.float64: "F64", mx.complex64: "C64"}
-DTYPE_NAMES.update((kind, name) for name, kind in DTYPES.items() if not name.startswith("F8"))
+DTYPE_NAMES = {kind: name for name, kind in DTYPES.items() if not name.startswith("F8")}
 
 Conversion = Callable[[mx.array], dict[str, mx.array]]  # rows -> rows of each part
 
@@ -100,7 +99,7 @@ def expert_by_expert(store: Store, path: str, recipes: Sequence[Recipe], group: 
     Raises UsageError if the stacks differ in their number of experts."""
     whole = [part for recipe in recipes for part in recipe.parts(store)]
     experts = {part.shape[0] for part in whole}
-    if len(experts) != 1 or any(part.dtype in ("F64", "C64") for part in whole):
+    if len(experts) != 1 or any(part.dtype == "C64" for part in whole):
         raise UsageError(f"{store.files.name}: {path} cannot be written expert by expert")
     parts = [Part(part.name[len(path) + 1 :], part.dtype, part.shape[1:]) for part in whole]
     *offsets, row = offsets_of(parts)

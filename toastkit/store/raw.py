@@ -22,12 +22,12 @@ from toastkit.model.toast_format import ITEM_ALIGNMENT, is_model_tensor
 from toastkit.private_files import pread_past_cache
 from toastkit.store.direct import PAGE, DirectReads
 
-# dtype in the file -> MLX's dtype for it.
+# dtype in the file -> MLX's dtype for it. MLX reads no F64.
 DTYPES = {
     "BOOL": mx.bool_, "U8": mx.uint8, "I8": mx.int8, "U16": mx.uint16, "I16": mx.int16,
     "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "I32": mx.int32, "F32": mx.float32,
-    "U64": mx.uint64, "I64": mx.int64, "F8_E4M3": mx.uint8, "F8_E5M2": mx.uint8,
-    "F8_E8M0": mx.uint8,
+    "U64": mx.uint64, "I64": mx.int64, "C64": mx.complex64, "F8_E4M3": mx.uint8,
+    "F8_E5M2": mx.uint8, "F8_E8M0": mx.uint8,
 }  # fmt: skip
 CHUNK_BYTES = 16 << 20  # per system call: a reader can be stopped between two
 CALL_SECONDS = 0.004  # target duration of a call that may have to stop at any time
