@@ -22,7 +22,8 @@ from toastkit.model.toast_format import GEAR_PREFIX
 from toastkit.native.library import BITS, GROUP_SIZES
 from toastkit.store.bake import split
 from toastkit.store.precision import GEAR_BITS, dequantise_rows, quantise_rows
-from toastkit.store.quantising import E2M1_LIMITS, MODES, QuantizationOptions, packing
+from toastkit.store.quantising import E2M1_LIMITS, QuantizationOptions, packing
+from toastkit.store.skeleton import MODES
 from toastkit.store.store import Store
 from toastkit.store.verify import verify
 

@@ -12,15 +12,8 @@ from mlx.utils import tree_flatten
 
 from toastkit.errors import UsageError
 from toastkit.store.precision import check_finite
+from toastkit.store.skeleton import MODES, default_settings
 from toastkit.store.store import Store
-
-# mode -> group sizes and bits that MLX has, the default first.
-MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "affine": ((64, 32, 128), (4, 2, 3, 5, 6, 8)),
-    "mxfp4": ((32,), (4,)),
-    "nvfp4": ((16,), (4,)),
-    "mxfp8": ((32,), (8,)),
-}
 
 # Half-way between the values of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 E2M1_LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -48,12 +41,9 @@ class QuantizationOptions:
 
     def settings(self) -> dict[str, Any]:
         """The settings in config.json's terms."""
-        groups, bits = MODES[self.mode]
-        return {
-            "group_size": self.group_size or groups[0],
-            "bits": self.bits or bits[0],
-            "mode": self.mode,
-        }
+        asked = {"group_size": self.group_size, "bits": self.bits}
+        chosen = {key: value for key, value in asked.items() if value is not None}
+        return default_settings(self.mode) | chosen
 
 
 Quantise = Callable[[mx.array], dict[str, mx.array]]

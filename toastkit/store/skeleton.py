@@ -31,13 +31,15 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 SIZES = re.compile(r"(?:^|_)(?:size|dim|heads|experts|rank|embd|inner|kernel|groups|model)$")
 NO_SIZES = re.compile(r"window|chunk|block|image|patch|index")
 MAX_PACKED = 16
-# Foreign formats with MLX's bytes, by their quant_method.
-SAME_BYTES = {
-    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
-    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
+# Modes of quantisation -> group sizes and bits that MLX has, the default first. Scales of all but
+# affine are bytes.
+MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "affine": ((64, 32, 128), (4, 2, 3, 5, 6, 8)),
+    "mxfp4": ((32,), (4,)),
+    "nvfp4": ((16,), (4,)),
+    "mxfp8": ((32,), (8,)),
 }
-# Modes other than affine have one group size each; their scales are bytes.
-MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
+SAME_BYTES = ("mxfp4", "mxfp8")  # modes that are a quant_method of others, with MLX's bytes
 
 
 def cannot_run(name: str, error: Exception) -> ToastError:
@@ -145,14 +147,20 @@ def quantisation_of(files: ModelFiles, config: ModelConfig) -> dict | None:
     if not foreign:
         return None
     method = foreign.get("quant_method") if isinstance(foreign, dict) else None
-    if isinstance(method, str) and method in SAME_BYTES:
-        return dict(SAME_BYTES[method])
+    if method in SAME_BYTES:
+        return default_settings(method)
     if method == "fp8":
         return None  # the architecture's sanitize dequantises it, or the weights do not fit
     raise DataError(
         f"{files.name}: quantised with {str(method)[:40]}, which is not read here",
         hint="convert it with mlx_lm.convert first",
     )
+
+
+def default_settings(mode: str) -> dict[str, Any]:
+    """Settings in config.json's terms. mode: a key of MODES."""
+    groups, bits = MODES[mode]
+    return {"group_size": groups[0], "bits": bits[0], "mode": mode}
 
 
 def quantise_modules(
@@ -187,11 +195,13 @@ def _packing(path: str, module: nn.Module, tensors: Mapping[str, mx.array]) -> d
     scales = tensors[f"{path}.scales"]
     bits = tensors[f"{path}.weight"].shape[-1] * 32 // columns
     group_size = columns // scales.shape[-1]
-    if scales.dtype != mx.uint8:
-        return {"group_size": group_size, "bits": bits, "mode": "affine"}
-    if (bits, group_size) not in MODES:
-        raise ValueError(f"{path} has {bits} bits in groups of {group_size}, which MLX has not")
-    return {"group_size": group_size, "bits": bits, "mode": MODES[bits, group_size]}
+    found = {"group_size": group_size, "bits": bits, "mode": "affine"}
+    if scales.dtype == mx.uint8:
+        modes = [mode for mode, sizes in MODES.items() if sizes == ((group_size,), (bits,))]
+        if not modes:
+            raise ValueError(f"{path} has {bits} bits in groups of {group_size}, which MLX has not")
+        found["mode"] = modes[0]
+    return found
 
 
 def is_matrix(module: Any) -> bool:
