@@ -22,6 +22,7 @@ from toastkit.model.safetensors import read_header
 from toastkit.model.supported import TESTED
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.session.directory import Session
+from toastkit.store.dtypes import bytes_of
 from toastkit.store.jobs import host_writes
 from toastkit.store.store import Store
 
@@ -182,7 +183,7 @@ def test_the_layers_are_the_model(made: Made, store: Store) -> None:
         with open(path, "rb") as file:
             file.seek(entry.start)
             data = file.read(entry.stop - entry.start)
-        assert data == bytes(mx.contiguous(expected[name]).reshape(-1).view(mx.uint8)), name
+        assert data == bytes_of(expected[name]), name
 
 
 def test_rows_are_slices(made: Made, store: Store) -> None:

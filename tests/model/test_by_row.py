@@ -11,6 +11,7 @@ import pytest
 from tests.model.checkpoints import same
 from toastkit.model.safetensors import Entry
 from toastkit.store.by_row import OPERATIONS
+from toastkit.store.dtypes import bytes_of
 from toastkit.store.sanitizing import Made, Sanitizing
 
 EXPERTS = 4
@@ -137,9 +138,7 @@ def test_rows_that_lie_in_the_files_as_they_are(name: str, mlx_started) -> None:
     assert (found is not None) == (name in IN_ONE_PIECE)
     if found is not None:
         part, first, size = found
-        row, there = (bytes(mx.contiguous(x[2]).reshape(-1).view(mx.uint8)) for x in (
-            whole, stored[part]))  # fmt: skip
-        assert row == there[first : first + size]
+        assert bytes_of(whole[2]) == bytes_of(stored[part][2])[first : first + size]
 
 
 @pytest.mark.parametrize("name", TOGETHER)

@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from tests.conftest import examples
 from tests.model.checkpoints import open_store
 from tests.model.moe_checkpoints import write_moe
-from tests.model.published import write_published
 from tests.model.test_bake import baked
 from tests.model.test_expert_slots import Lazily, answer, opened
 from tests.model.test_streaming import alike
-from toastkit.errors import UsageError
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings import slot_memory
 from toastkit.holdings.policy import Wish
@@ -29,6 +27,7 @@ from toastkit.store import raw as raw_module
 from toastkit.store import reader as reader_module
 from toastkit.store.bake import split
 from toastkit.store.direct import PAGE
+from toastkit.store.dtypes import bytes_of
 from toastkit.store.quantising import QuantizationOptions
 from toastkit.store.raw import RawTensors, Span
 from toastkit.store.store import Store
@@ -62,10 +61,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
     return Lazily(lambda name: Files(folder, name))
 
 
-def bits(array: mx.array) -> bytes:
-    return bytes(memoryview(mx.contiguous(array).reshape(-1).view(mx.uint8)))
-
-
 def gear_names(store: Store) -> list[str]:
     return [n for h in store.files.headers for n in h.entries if n.startswith("__gear__.")]
 
@@ -96,17 +91,17 @@ def test_every_way_to_read_gives_the_same(models, name: str) -> None:
     lazy, whole, gears = two.load(), one.load(), two.read(gear_names(two))
     for tensor, expected in whole.items():
         assert (two.shape(tensor), two.dtype(tensor)) == (expected.shape, expected.dtype)
-        assert bits(two.tensor(tensor)) == bits(lazy[tensor]) == bits(expected)
-    assert all(bits(gears[n]) == bits(one.tensor(n)) for n in gears)
+        assert bytes_of(two.tensor(tensor)) == bytes_of(lazy[tensor]) == bytes_of(expected)
+    assert all(bytes_of(gears[n]) == bytes_of(one.tensor(n)) for n in gears)
     for index in range(one.layer_count):
         layer = two.layer(index)
         assert {*layer} == {n for n in whole if one.layer_of(n) == index}
-        assert all(bits(layer[n]) == bits(lazy[n]) for n in layer)
+        assert all(bytes_of(layer[n]) == bytes_of(lazy[n]) for n in layer)
         for tensor in two.expert_names(index):
-            assert bits(two.rows(tensor, 2, 5)) == bits(lazy[tensor][2:5])
+            assert bytes_of(two.rows(tensor, 2, 5)) == bytes_of(lazy[tensor][2:5])
             jobs, make = two.rows_of(tensor, [(6, 7), (0, 1)])
             found = mx.concatenate(two.reader.request(jobs, make, NOW).result())
-            assert bits(found) == bits(lazy[tensor][mx.array([6, 0])])
+            assert bytes_of(found) == bytes_of(lazy[tensor][mx.array([6, 0])])
         assert set(two.expert_names(index)) == set(one.expert_names(index))
 
 
@@ -162,14 +157,7 @@ def test_another_reader_opens_it(models) -> None:
             entry = header.entries[name]
             first, size = entry.start - entry.inside.start, entry.nbytes // entry.shape[0]
             rows = file.get_tensor(entry.inside.name)[:, first : first + size]
-            assert rows.tobytes() == bits(store.tensor(name))
-
-
-def test_only_for_a_mixture(tmp_path: Path) -> None:
-    path = write_published(tmp_path / "llama", "llama")
-    with pytest.raises(UsageError, match="llama: has no experts to write one after another"):
-        baked(path, tmp_path / "x.toast", expert_major=True)
-    assert not (tmp_path / "x.toast").exists()
+            assert rows.tobytes() == bytes_of(store.tensor(name))
 
 
 # --------------------------------------------------------------------------------------- in one go
@@ -235,7 +223,7 @@ def test_a_layer_is_read_in_few_calls(models, calls: list) -> None:
     calls.clear()
     layer = store.read(names)
     assert len(calls) == 1 and len(names) == 9
-    assert all(bits(layer[n]) == bits(open_store(files.tensors).tensor(n)) for n in names)
+    assert all(bytes_of(layer[n]) == bytes_of(open_store(files.tensors).tensor(n)) for n in names)
     widened = store.request(names, widen=names).result()
     for name in names:
         floats = mx.issubdtype(layer[name].dtype, mx.floating)
@@ -252,7 +240,7 @@ def test_a_layer_that_has_no_room_ahead_is_read_all_the_same(models) -> None:
     store.reader.ahead_bytes = store.nbytes(names[0]) * 3 // 2
     request = store.request(names, AHEAD)
     lazy = store.load()
-    assert all(bits(array) == bits(lazy[name]) for name, array in request.result().items())
+    assert all(bytes_of(array) == bytes_of(lazy[name]) for name, array in request.result().items())
 
 
 # ----------------------------------------------------------------------------------- system calls
