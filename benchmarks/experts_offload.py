@@ -43,7 +43,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,18 @@ class Rate:
         self._rate, self._free = rate, 0.0
         self._lock, self._own = threading.Lock(), threading.local()
 
-    def __call__(self, count: int, begun: float) -> None:
+    def reading(self, read: Callable[..., int]) -> Callable[..., int]:
+        """The function, which returns how many bytes it has read, at this rate."""
+
+        def slowed(*arguments: Any) -> int:
+            begun = time.perf_counter()
+            count = read(*arguments)
+            self._wait(count, begun)
+            return count
+
+        return slowed
+
+    def _wait(self, count: int, begun: float) -> None:
         with self._lock:
             begun -= getattr(self._own, "late", 0.0)
             self._free = free = max(self._free, begun) + count / self._rate
@@ -197,7 +208,7 @@ class Way:
         if {"careful", "always"}.intersection(self.more):
             optimistic.trusts, optimistic.note = "always" in self.more, lambda found: None
         if limit not in (DISK, "0"):
-            store.throttle(Rate(float(limit) * 1e9))
+            store._raw._pread = Rate(float(limit) * 1e9).reading(store._raw._pread)
         self.read, self.busy = store.reader.bytes_read, store.reader.busy_seconds
         self.engine.begin_run()
 

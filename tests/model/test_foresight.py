@@ -187,11 +187,19 @@ def test_what_was_right_most_often_is_read_first(data: st.DataObject) -> None:
     assert places.ordered(choice)[0] == choice[best]
 
 
-def slow(engine: Engine, monkeypatch, throttle: Callable[[int, float], None]) -> None:
-    """Experts are read ahead a page at a time."""
+def slow(engine: Engine, monkeypatch, wait: Callable[[], object]) -> None:
+    """Experts are read ahead a page at a time, and each read ends with a wait."""
+    files = engine.holdings.store._raw
+    read = files._pread
+
+    def waiting(fd: int, views: list[memoryview], start: int) -> int:
+        count = read(fd, views, start)
+        wait()
+        return count
+
+    monkeypatch.setattr(files, "_pread", waiting)
     monkeypatch.setattr(raw, "CALL_SECONDS", 0)
     monkeypatch.setattr(raw, "MIN_CALL_BYTES", PAGE)
-    engine.holdings.store.throttle(throttle)
 
 
 def test_what_was_foreseen_wrongly_is_left_off(models, monkeypatch) -> None:
@@ -212,11 +220,11 @@ def test_what_was_foreseen_wrongly_is_left_off(models, monkeypatch) -> None:
     monkeypatch.setattr(LayerSlots, "leave_off", leaving)
     begun, counts = threading.Event(), engine.holdings.slots.counts
 
-    def throttle(count: int, since: float) -> None:
+    def wait() -> None:
         begun.set()
         known.wait(SECONDS)
 
-    slow(engine, monkeypatch, throttle)
+    slow(engine, monkeypatch, wait)
     before = counts.as_map()
     engine.holdings.slots.foresight.tell({0: [wrong]}, 1)
     assert begun.wait(SECONDS)
@@ -236,7 +244,7 @@ def test_whatever_was_foreseen_and_wherever_its_reading_is(models, data: st.Data
         engine, whole = opened(models["olmoe"], count), opened(models["olmoe"])
         state, other = stepped(engine), stepped(whole)
         slots, reader = engine.holdings.slots, engine.holdings.store.reader
-        slow(engine, patch, lambda count, begun: time.sleep(0.0005))
+        slow(engine, patch, lambda: time.sleep(0.0005))
         read = slots.counts.read - reader.bytes_read
         for token in data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=4)):
             for layer in slots.layers:

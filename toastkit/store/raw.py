@@ -58,14 +58,11 @@ class RawTensors:
     from_os_error gives if a file is gone.
 
     cached: what `fill` reads may stay in the page cache; otherwise it leaves the cache as it was.
-    throttle: for measurements, called with the bytes of each read when it is done, and its start by
-    time.perf_counter; sleeping there simulates slower storage.
     """
 
     def __init__(self, files: ModelFiles):
         self._files = files
         self.cached = True
-        self.throttle: Callable[[int, float], None] | None = None
         self._places: dict[str, tuple[Path, Entry]] = {}
         self._identities = {header.path: _identity(header.path) for header in files.headers}
         for header in files.headers:
@@ -148,8 +145,6 @@ class RawTensors:
                     if not count:
                         raise DataError(f"{self._files.name}: {path.name} is shorter than it was")
                     start, views, read = start + count, _parted(views, count)[1], read + count
-                    if self.throttle is not None:
-                        self.throttle(count, begun)
                     seconds = max(time.perf_counter() - begun, 1e-9)
                     self._own.call_bytes = count * CALL_SECONDS / seconds
             except OSError as error:

@@ -289,10 +289,6 @@ class Store:
         RawTensors.forget_cached."""
         self._raw.forget_cached(place for name in names if (place := self.source(name)))
 
-    def throttle(self, wait: Callable[[int, float], None] | None) -> None:
-        """For measurements: see RawTensors.throttle."""
-        self._raw.throttle = wait
-
     def tensor(self, name: str) -> mx.array:
         """One tensor, evaluated."""
         return self.read([name])[name]
