@@ -109,7 +109,7 @@ def copy_range(source: int, first: int, fd: int, offset: int, count: int) -> Non
 def pread_past_cache(fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int | None:
     """Read into buffers from a byte offset, and have the page cache not keep what was not there;
     return how many bytes. None if the system or the file system cannot. Raises OSError."""
-    if sys.platform != "linux" or not RWF_DONTCACHE:
+    if sys.platform != "linux":
         return None
     try:
         return os.preadv(fd, buffers, offset, RWF_DONTCACHE)

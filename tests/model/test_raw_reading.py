@@ -22,6 +22,7 @@ from toastkit.store.reader import WIDENED_BYTES, Reader
 from toastkit.store.waiting import AHEAD, NOW
 
 PAGE = mmap.PAGESIZE
+NO_FLAG = 1 << 30  # of preadv2: refused, as one is that the system does not know yet
 
 
 def write(path: Path, arrays: dict[str, mx.array]) -> Path:
@@ -141,7 +142,7 @@ def test_samples_of_a_file_stay_out_of_its_cache(
         if private_files.pread_past_cache(file.fileno(), [bytearray(1)], 1 << 20) is None:
             pytest.skip("this system cannot")
     if not past_cache:
-        monkeypatch.setattr(private_files, "RWF_DONTCACHE", 0)
+        monkeypatch.setattr(private_files, "RWF_DONTCACHE", NO_FLAG)
     assert fingerprint(files) == wanted
     assert (cached_pages(path) < 40) == past_cache  # the header's, and what it reads ahead
 
@@ -153,7 +154,7 @@ def test_what_is_read_once_a_token_leaves_the_file_cache(
 ) -> None:
     """So that it does not throw out what others have use for. Where it is to stay, it does."""
     if way == "fadvise":
-        monkeypatch.setattr(private_files, "RWF_DONTCACHE", 0)
+        monkeypatch.setattr(private_files, "RWF_DONTCACHE", NO_FLAG)
     path = write(tmp_path, {"model.a": mx.zeros((1 << 21,))}) / "model.safetensors"
     evict(path)
     raw = RawTensors(locate(str(tmp_path)))
