@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, starmap
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from toastkit.store.pieces import (
     Recipe,
     cast_to,
     expert_by_expert,
-    literal,
+    small_file,
     tensor_by_tensor,
 )
 from toastkit.store.precision import GEAR_BITS, group_size_of, quantise_rows
@@ -79,10 +79,7 @@ def bake(
     BusyError, CannotCreateError, IOFailure.
     """
     contents = Contents(store, quantization, dtype, gears, expert_major)
-    pieces = [
-        *(literal(FILE_PREFIX + name, data, FILES_GROUP) for name, data in small_files(contents)),
-        *contents.outside(),
-    ]
+    pieces = [*starmap(small_file, small_files(contents)), *contents.outside()]
     for index in range(store.layer_count):
         pieces += contents.layer(index)
     write_pieces(out, store, pieces, progress=progress)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from toastkit.errors import UsageError
-from toastkit.model.toast_format import EXPERTS_PREFIX, Part, offsets_of
+from toastkit.model.toast_format import EXPERTS_PREFIX, FILE_PREFIX, FILES_GROUP, Part, offsets_of
 from toastkit.store.dtypes import bytes_of
 from toastkit.store.raw import DTYPES
 from toastkit.store.store import Store
@@ -62,10 +62,11 @@ class Recipe(NamedTuple):
         return {next(iter(self.names)): rows} if self.convert is None else self.convert(rows)
 
 
-def literal(name: str, data: bytes, group: str) -> Piece:
+def small_file(name: str, data: bytes) -> Piece:
     """A piece of given bytes, such as config.json."""
-    planned = [Planned(name, "U8", (len(data),), group)]
-    return Piece(planned, lambda writer: writer.write(name, data) if data else None)
+    tensor = FILE_PREFIX + name
+    planned = [Planned(tensor, "U8", (len(data),), FILES_GROUP)]
+    return Piece(planned, lambda writer: writer.write(tensor, data) if data else None)
 
 
 def tensor_by_tensor(store: Store, recipe: Recipe, group: str) -> Piece:
