@@ -272,8 +272,7 @@ def test_what_was_not_in_use_for_longest_goes_first(llama: Path) -> None:
 def test_a_baked_gear_that_is_damaged(tmp_path: Path, part: str, harm: tuple) -> None:
     """A part is missing, or no matrix of that form: an error, and the gear is as it was."""
     source, path = write_published(tmp_path / "llama", "llama"), tmp_path / "baked.toast"
-    files = locate(str(source))
-    with Store(files, load_config(files)) as store:
+    with open_store(source) as store:
         bake(store, path, gears=("low",))
     data, module = path.read_bytes(), "model.layers.0.mlp.down_proj"
     start = data.index(f'"__gear__.low.{module}.{part}"'.encode())
