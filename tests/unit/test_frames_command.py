@@ -72,6 +72,16 @@ def test_frames_are_checked_and_counted() -> None:
     assert re.search(r"^frames +5$", plain, re.M) and "eos 1" in plain
 
 
+def test_a_mean_that_is_no_number() -> None:
+    """JSON has none for it."""
+    stream = (
+        dumps(RUN[0]) + dumps(Token(7, 1, float("nan"))) + dumps(Token(8, 1, -1.0, entropy=2.0))
+    )
+    counts = here("frames", "--stat", "--json", stdin=stream).stdout
+    found = json.loads(counts, parse_constant=pytest.fail)
+    assert found["mean_logprob"] is None and found["mean_entropy_bits"] == 2
+
+
 def test_a_step_is_counted_once() -> None:
     """A sampler leaves tokens in place of logits; decode --greedy writes both."""
     annotated = {"gear": "low", "entropy": 1.5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -106,16 +107,16 @@ class Statistics:
             self.entropy_count += 1
 
     def summary(self) -> dict:
-        """The counts as plain data, with means where defined."""
+        """The counts as plain data, with means where defined. None for what is not finite."""
 
-        def mean(total: float, count: int) -> float | None:
-            return round(total / count, 6) if count else None
+        def mean(total: float, count: int = 1) -> float | None:
+            return round(total / count, 6) if count and math.isfinite(total) else None
 
         left_out = ("_sum", "_count", "_measured")
         counts = {n: v for n, v in vars(self).items() if not n.endswith(left_out)}
         return {
             **counts,
-            "seconds": round(self.seconds, 6),
+            "seconds": mean(self.seconds),
             "mean_entropy_bits": mean(self.entropy_sum, self.entropy_count),
             "mean_logprob": mean(self.logprob_sum, self.logprob_count),
         }
