@@ -12,7 +12,6 @@ from typing import Any
 from toastkit.model import toast_format
 from toastkit.model.config import ModelConfig, load_config
 from toastkit.model.files import ModelFiles
-from toastkit.text.chat_template import read_templates
 from toastkit.text.exact_numbers import counted
 from toastkit.text.terminal import shown
 
@@ -21,6 +20,8 @@ FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 def summary(files: ModelFiles) -> dict[str, Any]:
     """Summarise config.json and the headers. Raises what they raise if one is broken."""
+    from toastkit.text.tokenizer import templates  # not where sizes alone are formatted
+
     config = load_config(files)
     headers = files.headers
     entries = [entry for header in headers for entry in header.entries.values()]
@@ -46,7 +47,7 @@ def summary(files: ModelFiles) -> dict[str, Any]:
         "expert_major": files.is_expert_major,
         "context": config.context,
         "vocabulary": config.vocab,
-        "chat_template": bool(_templates(files)),
+        "chat_template": bool(templates(files)),
     }
 
 
@@ -69,11 +70,6 @@ def _quantization(config: ModelConfig) -> dict[str, Any] | None:
                 )
                 return {**found, "exceptions": odd}
     return None
-
-
-def _templates(files: ModelFiles) -> dict[str, str]:
-    names = ("chat_template.json", "tokenizer_config.json")
-    return read_templates(files, *(files.read_json(name) or {} for name in names))
 
 
 # ---------------------------------------------------------------------------- for people to read
