@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import struct
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from toastkit.errors import DataError, UsageError, from_os_error
 from toastkit.model.files import ModelFiles
+from toastkit.model.safetensors import LENGTH, MAX_HEADER_BYTES
 from toastkit.private_files import pread_past_cache
 
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
 MAX_NUMBER = 1 << 53  # largest number accepted here; beyond it floats have gaps
-MAX_HEADER_BYTES = 100 << 20
 # Names for the longest context: nearly all use the first; gpt2 and gptj n_positions.
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "model_max_length", "max_seq_len")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -139,7 +138,7 @@ def _digest_weights(digest: hashlib.blake2b, path: Path) -> None:
             size = file.seek(0, 2)
             file.seek(0)
             first = file.read(8)
-            header = min(struct.unpack("<Q", first)[0], MAX_HEADER_BYTES) if len(first) == 8 else 0
+            header = min(*LENGTH.unpack(first), MAX_HEADER_BYTES) if len(first) == 8 else 0
             digest.update(b"%d %d\n" % (size, header))
             digest.update(file.read(header))
             start = 8 + header

@@ -30,10 +30,9 @@ from toastkit.errors import (
     UnavailableError,
     from_os_error,
 )
-from toastkit.model.files import CONFIG_FILE, TEMPLATES_FOLDER, ModelFiles
+from toastkit.model.files import CONFIG_FILE, SUFFIXES, TEMPLATES_FOLDER, ModelFiles
 from toastkit.model.safetensors import read_header
 
-SUFFIXES = (".json", ".safetensors", ".jinja")  # all that inference reads; no Python, no pickle
 # Other copies of the same weights, and exports for other programs, are in folders or have these
 # names.
 IGNORE = ["*/*", "consolidated*"]
