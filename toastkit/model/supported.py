@@ -124,12 +124,10 @@ def _synonyms(source: str) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
     return tables.get(TABLES[0], {}), tables.get(TABLES[1], {})
 
 
-def check_supported(model_type: str, module: str | None = None) -> None:
-    """Raise DataError, with the reason, for a model type that mlx_lm has and that cannot work here.
-
-    module: its file, looked up if not given. Does not check for unknown types.
-    """
-    reason = _reason(module or module_name(model_type))
+def check_supported(model_type: str, module: str) -> None:
+    """Raise DataError, with the reason, for a model type that mlx_lm has, in a file of that name,
+    and that cannot work here. Does not check for unknown types."""
+    reason = _reason(module)
     if reason is not None:
         raise DataError(f"model type {model_type!r} is not supported: {reason}")
 
