@@ -138,24 +138,18 @@ def post_processor_fault(tokenizer: Any, add_special: bool) -> str | None:
 
 
 def _check_growth(part: Any, name: str) -> None:
-    times, added = growth(part)
-    if times > MAX_GROWTH or added > MAX_ADDED:
-        much = f"{times:.3g} times as long" if times > MAX_GROWTH else f"{added:.3g} characters"
-        raise DataError(f"broken tokenizer.json: its {name} makes a text {much}")
-
-
-def growth(part: Any) -> tuple[float, float]:
-    """Return bounds of how much longer a normalizer or a decoder makes a text: a factor, and
-    characters more. Unicode's normal forms are not counted: they are bounded, and not the file's
-    choice."""
-    times, added = 1.0, 0.0
+    """Raise DataError for a normalizer or a decoder that makes a text very much longer. Unicode's
+    normal forms are not counted: they are bounded, and not the file's choice."""
+    times, added = 1.0, 0.0  # bounds of a text's length: a factor, and characters more
     for step in steps(part):
         if step.get("type") == "Replace":
             factor = _replace_growth(step.get("pattern"), step.get("content"))
             times, added = times * factor, added * factor
         elif step.get("type") == "Prepend":
             added += len(str(step.get("prepend")))
-    return times, added
+    if times > MAX_GROWTH or added > MAX_ADDED:
+        much = f"{times:.3g} times as long" if times > MAX_GROWTH else f"{added:.3g} characters"
+        raise DataError(f"broken tokenizer.json: its {name} makes a text {much}")
 
 
 def _replace_growth(pattern: Any, content: Any) -> float:
