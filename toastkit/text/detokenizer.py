@@ -72,12 +72,6 @@ class StreamingDetokenizer:
         return self._emoji.add(self._chain.finish()) + self._emoji.finish()
 
 
-def decode_pieces(tokenizer: Tokenizer, ids: Iterable[int], keep_special: bool) -> str:
-    """Decode all ids at once, by the same chain."""
-    stream = StreamingDetokenizer(tokenizer, keep_special)
-    return "".join([*map(stream.add, ids), stream.finish()])
-
-
 def count_bytes(tokenizer: Tokenizer, ids: list[int]) -> int:
     """Count the bytes of UTF-8 that the ids encode as a text of their own, special tokens as
     written. Bytes of incomplete characters count as they are."""

@@ -166,15 +166,10 @@ class Tokenizer:
         only the broken bytes become U+FFFD, and not the valid characters before them. Raises
         DataError for an id that is not in the vocabulary.
         """
-        ids = list(ids)
-        for token_id in ids:
-            self.token(token_id)
-        text = self.decode_as_library(ids, keep_special)
-        if "\ufffd" in text and '"ByteFallback"' in self.decoder_json:
-            from toastkit.text.detokenizer import decode_pieces
+        from toastkit.text.detokenizer import StreamingDetokenizer
 
-            return decode_pieces(self, ids, keep_special)
-        return text
+        stream = StreamingDetokenizer(self, keep_special)
+        return "".join([*map(stream.add, ids), stream.finish()])
 
     def decode_as_library(self, ids: list[int], keep_special: bool = False) -> str:
         """Return the text of token ids exactly as `tokenizers` decodes them."""
