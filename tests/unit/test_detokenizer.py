@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
+from tests.unit.test_tokenizer import made_of
 from toastkit.errors import DataError
 from toastkit.text.detokenizer import StreamingDetokenizer, byte_alphabet, count_bytes
 from toastkit.text.emoji import LONGEST
@@ -15,21 +16,6 @@ from toastkit.text.tokenizer import Tokenizer
 
 FAMILY = "👩🏽‍👩‍👧‍👦"
 EMOJI = ["😀", FAMILY, "❤️", "👍🏿", "🇩🇪", "1️⃣", "#️⃣", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "🏳️‍🌈", "☝🏻"]
-
-
-class Files:
-    """A checkpoint that has only a tokenizer.json."""
-
-    name = "test"
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer):
-        self._json = tokenizer.to_str().encode()
-
-    def read(self, name: str) -> bytes | None:
-        return self._json if name == "tokenizer.json" else None
-
-    def additional_templates(self) -> list[str]:
-        return []
 
 
 def build(tokens: list[str], decoder: object, special: tuple[str, ...] = ("<s>", "</s>")):
@@ -41,7 +27,7 @@ def build(tokens: list[str], decoder: object, special: tuple[str, ...] = ("<s>",
         tokenizer.decoder = decoder
     tokenizer.add_special_tokens(list(special))
     tokenizer.add_tokens(["<tool call>", "größe"])
-    return Tokenizer(Files(tokenizer))
+    return Tokenizer(made_of(tokenizer))
 
 
 def byte_level() -> Tokenizer:
@@ -222,7 +208,7 @@ def test_can_be_used_again_after_finish() -> None:
 def test_unknown_ids_are_refused() -> None:
     tokenizer = STREAMED["byte level"]
     for bad in (-1, 10**6, 2**32, 2**70):
-        with pytest.raises(DataError, match=f"token {bad} is not in the vocabulary of test"):
+        with pytest.raises(DataError, match=f"token {bad} is not in the vocabulary of made"):
             StreamingDetokenizer(tokenizer).add(bad)
         with pytest.raises(DataError, match="is not in the vocabulary"):
             tokenizer.decode([bad])

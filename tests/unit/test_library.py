@@ -6,7 +6,6 @@ import json
 import os
 from functools import cache
 from threading import Thread
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import ROOT
+from tests.unit.test_tokenizer import Files
 from toastkit.errors import DataError
 from toastkit.model.locate import locate
 from toastkit.text import library, pieces
@@ -46,8 +46,7 @@ def made(**parts: Any) -> Tokenizer:
 
 def loaded(name: str, data: bytes) -> Tokenizer:
     """The tokenizer of a checkpoint that has only this tokenizer.json."""
-    read = {"tokenizer.json": data}.get
-    return Tokenizer(SimpleNamespace(name=name, read=read, additional_templates=list))
+    return Tokenizer(Files(None, name, tokenizer__json=data))
 
 
 def test_a_panic_is_an_error_in_the_data(capfd: pytest.CaptureFixture) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, normalizers
 from tokenizers.processors import TemplateProcessing
 
-from tests.unit.test_turns import Files
+from tests.unit.test_tokenizer import made_of
 from toastkit.errors import DataError
 from toastkit.model.config import load_config
 from toastkit.model.locate import locate
@@ -70,7 +70,7 @@ def test_truncation_where_a_blank_comes_before_any_text(length: int, word: str) 
         [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     files = locate("crumb")
-    tokenizer = Tokenizer(Files(whole))
+    tokenizer = Tokenizer(made_of(whole))
     tokenizer.templates = {"default": "{% for m in messages %}:{{ m.content }}{% endfor %}"}
     options = PromptOptions(truncate=True, max_tokens=8)
     stage = PromptTokenizer(files, load_config(files)._replace(context=40), options, tokenizer)
@@ -118,10 +118,10 @@ def test_tokens_that_the_model_has_not() -> None:
     whole.add_special_tokens(["<beyond>"])
     files = locate("crumb")
     options = PromptOptions(raw=True)
-    plain = PromptTokenizer(files, load_config(files), options, Tokenizer(Files(whole)))
+    plain = PromptTokenizer(files, load_config(files), options, Tokenizer(made_of(whole)))
     fine = plain.encode(Prompt("hi"))
     whole.post_processor = TemplateProcessing(single="x $A", special_tokens=[("x", 2**32 - 1)])
-    around = PromptTokenizer(files, load_config(files), options, Tokenizer(Files(whole)))
+    around = PromptTokenizer(files, load_config(files), options, Tokenizer(made_of(whole)))
     for stage, text, bad in ((plain, "hi<beyond>", 4096), (around, "hi", 2**32 - 1)):
         with pytest.raises(DataError, match=f"token {bad} is outside the vocabulary of 4096"):
             stage.encode(Prompt(text))

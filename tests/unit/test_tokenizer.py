@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -26,8 +27,8 @@ REFERENCE = json.loads((ROOT / "tests" / "reference.json").read_text())
 class Files:
     """A checkpoint's files, some of them replaced: name -> bytes, JSON, or None for absent."""
 
-    def __init__(self, files: ModelFiles | None = CRUMB, **changed: object):
-        self.name = "crumb"
+    def __init__(self, files: ModelFiles | None = CRUMB, name: str = "crumb", **changed: object):
+        self.name = name
         self._files = files
         self._changed = {name.replace("__", "."): value for name, value in changed.items()}
 
@@ -41,6 +42,11 @@ class Files:
 
     def additional_templates(self) -> list[str]:
         return [name for name in self._changed if name.startswith(TEMPLATES_FOLDER)]
+
+
+def made_of(tokenizer: Any, name: str = "made", **files: object) -> Files:
+    """The files of a checkpoint that is a tokenizer, with others if given, and nothing else."""
+    return Files(None, name, tokenizer__json=tokenizer.to_str().encode(), **files)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +66,7 @@ def llama_like(**settings: object) -> Tokenizer:
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=9)
     settings.setdefault("tokenizer_config__json", {"bos_token": {"content": "<s>"}})
-    return Tokenizer(Files(None, tokenizer__json=tokenizer.to_str().encode(), **settings))
+    return Tokenizer(made_of(tokenizer, **settings))
 
 
 @pytest.mark.parametrize("prompt", REFERENCE["prompts"], ids=lambda prompt: prompt["name"])
@@ -80,15 +86,8 @@ def test_crumb(crumb: Tokenizer) -> None:
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_round_trip(text: str) -> None:
-    crumb = _crumb()
+def test_round_trip(crumb: Tokenizer, text: str) -> None:
     assert crumb.decode(crumb.encode(text, add_special=False), keep_special=True) == text
-
-
-def _crumb(loaded: list[Tokenizer] = []) -> Tokenizer:  # noqa: B006 loaded once
-    if not loaded:
-        loaded.append(Tokenizer(Files()))
-    return loaded[0]
 
 
 def test_special_text_in_a_raw_prompt_is_recognised(crumb: Tokenizer) -> None:
@@ -148,9 +147,7 @@ def end_of_turn(template: str, special: list[str], plain: list[str]) -> list[str
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)
-    settings = {"chat_template": template}
-    data = tokenizer.to_str().encode()
-    loaded = Tokenizer(Files(None, tokenizer__json=data, tokenizer_config__json=settings))
+    loaded = Tokenizer(made_of(tokenizer, tokenizer_config__json={"chat_template": template}))
     return [loaded.token(i) for i in loaded.eos_ids]
 
 
@@ -218,10 +215,8 @@ def test_missing_tokenizer() -> None:
         Tokenizer(Files(None))
     assert caught.value.hint and "convert it" in caught.value.hint
     for name, pull in (("org/name", True), ("/org/name", False)):
-        files = Files(None)
-        files.name = name
         with pytest.raises(NoInputError) as caught:
-            Tokenizer(files)
+            Tokenizer(Files(None, name))
         assert ("toast-model pull org/name" in (caught.value.hint or "")) == pull
 
 
@@ -269,8 +264,7 @@ def test_odd_prompts(crumb: Tokenizer) -> None:
 
 def test_vocabulary_with_holes() -> None:
     model = tokenizers.models.WordLevel({"a": 0, "b": 900}, unk_token="a")
-    data = tokenizers.Tokenizer(model).to_str().encode()
-    assert Tokenizer(Files(None, tokenizer__json=data)).vocab_size == 901
+    assert Tokenizer(made_of(tokenizers.Tokenizer(model))).vocab_size == 901
 
 
 def test_imports_neither_mlx_nor_transformers_nor_jinja() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from tests.unit.test_tokenizer import made_of
 from toastkit.model.locate import locate
 from toastkit.text import turns
 from toastkit.text.tokenizer import Tokenizer
@@ -15,21 +16,6 @@ from toastkit.text.turns import TurnTokenizer
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|im", "_start|>", "mask", "<s>", "&amp", "im_start", "A B")
 PIECES = (*MARKS, "user\n", "a fox", " ", "  ", "\n", "|>", "ﬁ", "É", "word", "x")
-
-
-class Files:
-    """A checkpoint that is a tokenizer and nothing else."""
-
-    name = "made"
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer):
-        self._data = tokenizer.to_str().encode()
-
-    def read(self, name: str) -> bytes | None:
-        return self._data if name == "tokenizer.json" else None
-
-    def additional_templates(self) -> list[str]:
-        return []
 
 
 def made(kind: str) -> tokenizers.Tokenizer:
@@ -59,7 +45,7 @@ def made(kind: str) -> tokenizers.Tokenizer:
 @pytest.fixture(scope="module", params=["crumb", "bytes", "first", "prepended", "words"])
 def both(request: pytest.FixtureRequest) -> tuple[Tokenizer, TurnTokenizer]:
     """Of one checkpoint."""
-    files = locate("crumb") if request.param == "crumb" else Files(made(request.param))
+    files = locate("crumb") if request.param == "crumb" else made_of(made(request.param))
     return Tokenizer(files), TurnTokenizer(files)
 
 
