@@ -3,44 +3,38 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.test_model_files import files_with
 from toastkit.errors import DataError, NoInputError
 from toastkit.model.files import ModelFiles
 from toastkit.model.info import anatomy_lines, count, human, summary, summary_lines
 from toastkit.model.locate import locate
+from toastkit.model.safetensors import ITEM_BYTES
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096,
     "max_position_embeddings": 32768,
 }  # fmt: skip
-ITEM = {"BF16": 2, "F32": 4, "U32": 4, "U8": 1}
 
 
 def weights(**tensors: tuple[str, list[int]]) -> bytes:
     """A safetensors file of zeros."""
     header, at = {}, 0
     for name, (dtype, shape) in tensors.items():
-        size = ITEM[dtype]
-        for side in shape:
-            size *= side
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
-        at += size
+        first, at = at, at + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [first, at]}
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + bytes(at)
 
 
 def checkpoint(path: Path, config: dict, **files: Any) -> ModelFiles:
-    path.mkdir(exist_ok=True)
-    contents = {"config.json": config, "model.safetensors": weights(w=("BF16", [2, 3])), **files}
-    for name, content in contents.items():
-        data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        (path / name).write_bytes(data)
-    return ModelFiles(path, "m")
+    return files_with(path, **{"config.json": config, **files})
 
 
 def test_crumb() -> None:

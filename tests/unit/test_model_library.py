@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.unit.test_model_files import checkpoint, hub
 from tests.unit.test_model_info import CONFIG, weights
 from toastkit.errors import CannotCreateError, NoInputError, UnavailableError, UsageError
 from toastkit.model.hub import fetch
 from toastkit.model.library import Listed, list_models, removal, remove
 from toastkit.model.locate import CRUMB, find
+
+__all__ = ["hub"]  # a fixture
 
 
 @pytest.fixture
@@ -24,28 +26,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "data" / "toastkit" / "models"
     folder.mkdir(parents=True)
     return folder
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache, empty; a network that is not asked."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    (tmp_path / "hf" / "hub").mkdir(parents=True)
-    return tmp_path / "hf" / "hub"
-
-
-def checkpoint(path: Path, **files: bytes) -> Path:
-    path.mkdir(parents=True)
-    contents = {
-        "config.json": json.dumps(CONFIG).encode(),
-        "model.safetensors": weights(w=("BF16", [500])),
-        **files,
-    }
-    for name, data in contents.items():
-        (path / name).write_bytes(data)
-    return path
 
 
 def snapshot(hub: Path, hub_id: str = "org/name", revision: str = "main", commit: str = "c1"):
