@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -265,14 +263,3 @@ def test_odd_prompts(crumb: Tokenizer) -> None:
 def test_vocabulary_with_holes() -> None:
     model = tokenizers.models.WordLevel({"a": 0, "b": 900}, unk_token="a")
     assert Tokenizer(made_of(tokenizers.Tokenizer(model))).vocab_size == 901
-
-
-def test_imports_neither_mlx_nor_transformers_nor_jinja() -> None:
-    modules = ["tokenizer", "messages", "detokenizer", "stops", "chat_template", "template_child"]
-    heavy = ["mlx", "mlx_lm", "transformers", "jinja2", "numpy", "tokenizers"]
-    code = f"import sys; {'; '.join(f'import toastkit.text.{m}' for m in modules)}"
-    code += f"; print([m for m in {heavy} if m in sys.modules])"
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert found.stdout.strip() == "[]"
