@@ -20,21 +20,18 @@ from typing import Any
 
 import numpy as np
 
+from tests.model.checkpoints import baked, open_model
 from tests.model.test_transformers import NAMES, recorded, write
 from tests.oracle.cases import VOCAB
 from toastkit.engine.batch import Batch, can_batch
 from toastkit.engine.engine import Engine
-from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
 from toastkit.errors import ToastError
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.experts.slot_options import SlotOptions
 from toastkit.gears.gear_options import GearOptions
-from toastkit.model.locate import locate
 from toastkit.residency.residency_options import ResidencyOptions
-from toastkit.store.bake import bake
 from toastkit.store.quantising import QuantizationOptions
-from toastkit.store.store import Store
 
 NEXT = [3 + (11 * n + 2) % (VOCAB - 3) for n in range(10)]
 ONE_LAYER = ResidencyOptions("layers", 1)
@@ -66,10 +63,8 @@ def checkpoint(folder: Path, name: str, bits: int | None) -> Path:
     (path / "config.json").write_text(json.dumps(made["config"]))
     if bits is None:
         return path
-    files, packed = locate(str(path)), folder / f"{name}.toast"
     options = QuantizationOptions(bits=bits, group_size=32)
-    bake(Store(files), packed, quantization=options)
-    return packed
+    return baked(path, folder / f"{name}.toast", quantization=options)
 
 
 def answer(engine: Engine, prompt: list[int], chunk: int = 16) -> np.ndarray:
@@ -116,8 +111,7 @@ def differences(path: Path, prompt: list[int], tolerance: float) -> Iterator[str
     """What is off, mode by mode. Raises ToastError for a model that is refused."""
 
     def opened(native: str, **options: Any) -> Engine:
-        files = locate(str(path))
-        return open_engine(files, dtype="float32", device_name="cpu", native=native, **options)
+        return open_model(path, device_name="cpu", native=native, **options)
 
     def compare(name: str, found: Any, wanted: Any, limit: float) -> Iterator[str]:
         lines = [line for line in (found, wanted) if isinstance(line, str)]

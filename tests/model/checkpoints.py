@@ -1,4 +1,4 @@
-"""Small random checkpoints, written as mlx_lm.convert writes them."""
+"""Small random checkpoints, written as mlx_lm.convert writes them; and how tests open any."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
+from toastkit.store.bake import bake
 from toastkit.store.dtypes import DTYPES
 from toastkit.store.store import Store
 
@@ -23,21 +24,36 @@ SIZES = {
 }  # fmt: skip
 
 
+def located(model: ModelFiles | Path | str) -> ModelFiles:
+    return model if isinstance(model, ModelFiles) else locate(str(model))
+
+
+def open_store(model: ModelFiles | Path | str) -> Store:
+    return Store(located(model))
+
+
+def open_model(model: ModelFiles | Path | str, **options: Any) -> Engine:
+    """An engine, in float32 unless options, of open_engine, say otherwise."""
+    return open_engine(located(model), **{"dtype": "float32", **options})
+
+
 def open_crumb(**options: Any) -> Engine:
     """The embedded model, native where commands would have it so: by MLX alone a prompt of forty
     tokens takes ten times as long, and a step twice. options: of open_engine."""
-    return open_engine(locate("crumb"), **{"dtype": "float32", "native": "auto", **options})
+    return open_model("crumb", **{"native": "auto", **options})
 
 
-def open_store(path: Path | str) -> Store:
-    """The store of a checkpoint, by path or name."""
-    return Store(locate(str(path)))
+def baked(model: ModelFiles | Path | str, out: Path, **options: Any) -> Path:
+    """A new .toast file of the model. options: of bake."""
+    with open_store(model) as store:
+        bake(store, out, **options)
+    return out
 
 
 def same(a: mx.array, b: mx.array) -> bool:
-    """True for arrays of the same dtype and shape that are equal to the bit."""
-    alike = a.dtype == b.dtype and a.shape == b.shape
-    return alike and mx.array_equal(*(x.reshape(-1).view(mx.uint8) for x in (a, b))).item()
+    """To the bit, in shape and dtype too."""
+    bits = (array.reshape(-1).view(mx.uint8) for array in (a, b))
+    return a.dtype == b.dtype and a.shape == b.shape and bool(mx.array_equal(*bits))
 
 
 def write_checkpoint(path: Path, config: dict, weights: dict, shards: int) -> Path:
@@ -71,7 +87,7 @@ def random_weights(model, scale: float) -> dict:
 
 def loaded_model(files: ModelFiles, dtype: str | None = None):
     """The model of a checkpoint with all its weights, by way of the store alone."""
-    store = Store(files)
+    store = open_store(files)
     store.model.load_weights(list(store.load().items()))
     if dtype is not None:
         store.model.set_dtype(DTYPES[dtype])

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tests.model.published import checkpoint
+from tests.model.published import checkpoint, write_published
 from tests.model.published.dense import HEADS, SIZES
 from tests.model.published.experts import EXPERT_WIDTH, EXPERTS, sparse
 from tests.model.published.writing import (
@@ -59,6 +59,14 @@ def deepseek_v3() -> Checkpoint:
             shapes |= feed_forward(f"{prefix}.mlp.shared_experts", EXPERT_WIDTH)
             shapes[f"{prefix}.mlp.gate.e_score_correction_bias"] = (EXPERTS,)
     return Checkpoint(config, shapes)
+
+
+def written(folder: Path, name: str) -> Path:
+    """A published checkpoint, or deepseek_v3, in a folder where it is made once."""
+    path = folder / name
+    if not path.exists():
+        (write_moe if name == "deepseek_v3" else write_published)(path, name)
+    return path
 
 
 def write_moe(path: Path, name: str, k: int = K) -> Path:

@@ -11,14 +11,13 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
+from tests.model.checkpoints import open_model
 from tests.model.moe_checkpoints import write_moe
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
-from toastkit.engine.opening import open_engine
 from toastkit.engine.savepoints import copy_caches
 from toastkit.engine.state import ModelState
 from toastkit.experts.experts_options import ExpertsOptions
-from toastkit.model.locate import locate
 
 MIDDLE = 0.022  # about as sure as these random models are of a token
 Made = Callable[..., Engine]
@@ -37,9 +36,7 @@ def engines(folder: Path) -> Made:
             if not path.exists():
                 write_moe(path, name)
             options = ExpertsOptions(mode, gamma, **experts)
-            kept[key] = open_engine(
-                locate(str(path)), dtype="float32", device_name="cpu", experts=options, **rest
-            )
+            kept[key] = open_model(path, device_name="cpu", experts=options, **rest)
         return kept[key]
 
     return engine

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.model.checkpoints import open_model
 from tests.model.published import write_published
 from tests.native_library import own_cache
 from toastkit.daemon.conversation import Conversation
@@ -22,7 +23,6 @@ from toastkit.daemon.service import Service
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.daemon.spill import CachedState
 from toastkit.model.files import ModelFiles
-from toastkit.model.locate import locate
 from toastkit.store.ledger import Ledger
 from toastkit.text.tokenizer import Tokenizer
 from toastkit.wire import Peer
@@ -67,7 +67,6 @@ def published_engine(
     """An Engine for a published checkpoint in a new directory. template: the chat template, where
     it is to be another. native: "auto" for one that computes as a daemon's does, "off" for MLX's
     own operations. config: fields of config.json that are to be others."""
-    from toastkit.engine.opening import open_engine
 
     path = write_published(folder / name, name)
     if template is not None:
@@ -75,7 +74,7 @@ def published_engine(
     if config:
         fields = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**fields, **config}))
-    return open_engine(locate(str(path)), dtype="float32", native=native)
+    return open_model(path, native=native)
 
 
 @lru_cache(maxsize=16)

@@ -49,7 +49,7 @@ def complain(line: str) -> None:
 
 
 def look(files: ModelFiles) -> tuple[Store, dict[str, Any]]:
-    store = Store(files)
+    store = open_store(files)
     return store, anatomy(store, complain)
 
 

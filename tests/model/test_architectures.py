@@ -12,12 +12,10 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from tests.model.checkpoints import open_store, same
+from tests.model.checkpoints import open_model, open_store, same
 from tests.model.published import NAMES, checkpoint, write_published
-from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
 from toastkit.model.config import fingerprint
-from toastkit.model.locate import locate
 from toastkit.model.safetensors import read_header
 from toastkit.model.supported import TESTED
 from toastkit.residency.residency_options import ResidencyOptions
@@ -56,7 +54,7 @@ def made(request, tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made
     theirs, _ = load_model(path)
     stored = dict(tree_flatten(theirs.parameters()))
     theirs.set_dtype(mx.float32)
-    return Made(name, path, open_engine(locate(str(path)), dtype="float32"), theirs, stored)
+    return Made(name, path, open_model(path), theirs, stored)
 
 
 @pytest.fixture
@@ -249,7 +247,7 @@ def test_a_layer_reads_its_own_bytes_and_no_others(made: Made, tmp_path: Path) -
 def test_streamed_layers_compute_the_same(made: Made) -> None:
     """No layer stays; logits are those of a model that does, to the bit, and nothing is left."""
     options = ResidencyOptions("layers", 0)
-    streamed = open_engine(locate(str(made.path)), dtype="float32", residency=options)
+    streamed = open_model(made.path, residency=options)
     results = []
     for engine in (made.engine, streamed):
         cache = engine.new_cache()

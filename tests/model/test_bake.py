@@ -15,10 +15,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.model.checkpoints import open_store, same
+from tests.model.checkpoints import baked, open_model, open_store, same
 from tests.model.published import write_published
 from tests.model.reference import OLD_MLX_LM
-from toastkit.engine.opening import open_engine
 from toastkit.errors import BusyError, CannotCreateError, DataError, IOFailure
 from toastkit.model.files import SMALL_FILES
 from toastkit.model.locate import locate
@@ -30,15 +29,8 @@ from toastkit.store.verify import verify
 PROMPT = [(37 * n + 5) % 4096 for n in range(8)]
 
 
-def baked(source: Path | str, out: Path, **options) -> Path:
-    store = open_store(source)
-    bake(store, out, **options)
-    store.close()
-    return out
-
-
 def logits(path: Path) -> mx.array:
-    engine = open_engine(locate(str(path)), dtype="float32")
+    engine = open_model(path)
     return engine.prefill(PROMPT, engine.new_cache())
 
 

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.model.checkpoints import open_store, same
+from tests.model.checkpoints import baked, open_model, open_store, same
 from tests.model.published import write_published
-from tests.model.test_bake import PROMPT, baked
-from toastkit.engine.opening import open_engine
+from tests.model.test_bake import PROMPT
 from toastkit.errors import DataError, UsageError
 from toastkit.model.locate import locate
 from toastkit.model.safetensors import read_header
@@ -113,7 +112,7 @@ def test_a_quantised_model_computes_what_mlx_lm_computes(sources: dict, tmp_path
     ids = [(37 * n + 5) % 4096 for n in range(20)]
     expected = theirs(mx.array([ids]))[0, -1]
     for path in (toast, tmp_path / "split"):
-        engine = open_engine(locate(str(path)), dtype="float32")
+        engine = open_model(path)
         logits = engine.prefill(ids, engine.new_cache())
         assert mx.allclose(logits, expected, rtol=1e-4, atol=1e-4 * float(mx.abs(expected).max()))
 
@@ -153,8 +152,7 @@ def test_rows_of_an_embedding_are_as_wide_as_the_activations(
             weights[name] = array.astype(mx.float32)
     mx.save_safetensors(str(plain / "model.safetensors"), weights)
     mine, theirs = (
-        open_engine(locate(str(path)), dtype="float32", native=native, native_exact=native != "off")
-        for path in (toast, plain)
+        open_model(path, native=native, native_exact=native != "off") for path in (toast, plain)
     )
     a, b = (np.array(e.prefill(PROMPT, e.new_cache())) for e in (mine, theirs))
     assert np.abs(a - b).max() < 1e-4 * np.abs(b).max()

@@ -10,14 +10,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests.model.checkpoints import open_model
 from tests.model.published import NAMES, write_published
 from tests.model.reference import OLD_MLX_LM
 from toastkit.engine.batch import Batch, can_batch
-from toastkit.engine.opening import open_engine
 from toastkit.engine.savepoints import copy_caches
 from toastkit.engine.state import ModelState
 from toastkit.holdings.streams import arrays_in
-from toastkit.model.locate import locate
 from toastkit.store.ledger import CACHE
 
 CLOSE = 1e-3  # of the largest logit
@@ -36,7 +35,7 @@ class Made(NamedTuple):
 def made(request, tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Made:
     """Each checkpoint once."""
     path = write_published(tmp_path_factory.mktemp("published") / request.param, request.param)
-    return Made(request.param, open_engine(locate(str(path)), dtype="float32", native="auto"))
+    return Made(request.param, open_model(path, native="auto"))
 
 
 @pytest.fixture
@@ -132,7 +131,7 @@ def test_what_cannot_be_batched_is_found_out(tmp_path: Path, mlx_started: None) 
     from mlx_lm.models.cache import ConcatenateKVCache
 
     path = write_published(tmp_path / "llama", "llama")
-    engine = open_engine(locate(str(path)), dtype="float32")
+    engine = open_model(path)
 
     def of_all(ids: Any, cache: list) -> Any:
         logits = engine.step_rows(ids, cache)

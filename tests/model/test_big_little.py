@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
+from tests.model.checkpoints import open_model
 from tests.model.moe_engines import MIDDLE, Made, arrays, prompt_of, read, read_once, same
 from toastkit.engine.big_little import confidence
 from toastkit.engine.engine import Engine
 from toastkit.engine.geared import score_in_gears, score_in_steps
-from toastkit.engine.opening import open_engine
 from toastkit.engine.perplexity import score
 from toastkit.engine.savepoints import copy_caches
 from toastkit.engine.state import ModelState, Passed
@@ -73,7 +73,7 @@ def test_gamma_one_is_big_and_gamma_zero_is_little(made: Made, name: str, ahead:
 
 
 def test_big_is_the_model_without_a_policy(made: Made) -> None:
-    plain = open_engine(made("qwen3_next", "big").files, dtype="float32", device_name="cpu")
+    plain = open_model(made("qwen3_next", "big").files, device_name="cpu")
     assert plain.experts is None and plain.run_report() == {}
     tokens, logits, state = answer(plain)
     assert state.passed is None and same(logits, answer(made("qwen3_next", "big"))[1])

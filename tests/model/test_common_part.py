@@ -22,7 +22,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from tests.conftest import examples
 from tests.model import test_transformers as oracle
-from tests.model.checkpoints import SIZES, random_weights, write_checkpoint
+from tests.model.checkpoints import SIZES, open_model, random_weights, write_checkpoint
 from tests.model.moe_engines import MIDDLE, Made, arrays, prompt_of, read_once, same
 from tests.model.reference import OLD_MLX_LM
 from tests.model.test_optimistic import hopeful, spoil
@@ -30,7 +30,6 @@ from tests.model.test_routers import RECORDED, SHARED_SETTINGS
 from tests.model.test_streaming_failures import Disk
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
-from toastkit.engine.opening import open_engine
 from toastkit.engine.savepoints import redo_functions, roll_back, take_savepoint
 from toastkit.errors import IOFailure
 from toastkit.experts.common_part import CommonPart, Recording
@@ -38,7 +37,6 @@ from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.experts.routers import MoEBlock
 from toastkit.experts.slot_options import SlotOptions
 from toastkit.holdings.derived import derived
-from toastkit.model.locate import locate
 from toastkit.residency.residency_options import ResidencyOptions
 
 TOKENS = (5, 9)
@@ -124,8 +122,7 @@ def test_it_is_computed_once(made: Made, name: str, ahead: bool) -> None:
 def both(path: Path) -> list[Engine]:
     """MoBiLE, all of whose steps fall back, and the big model."""
     options = ExpertsOptions("mobile", 1.0), ExpertsOptions("big")
-    where = {"dtype": "float32", "device_name": "cpu"}
-    return [open_engine(locate(str(path)), **where, experts=chosen) for chosen in options]
+    return [open_model(path, device_name="cpu", experts=chosen) for chosen in options]
 
 
 @pytest.mark.skipif(OLD_MLX_LM, reason="what is recorded holds for a newer mlx_lm")

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from tests.model.checkpoints import open_store
+from tests.model.checkpoints import baked, open_store
 from tests.model.moe_checkpoints import write_moe
-from tests.model.test_bake import baked
 from tests.model.test_expert_slots import Lazily, answer, opened
 from tests.model.test_streaming import alike
 from toastkit.gears.gear_options import GearOptions

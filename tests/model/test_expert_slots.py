@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from tests.model.checkpoints import open_store
+from tests.model.checkpoints import baked, open_model, open_store
 from tests.model.moe_checkpoints import write_moe
 from tests.model.moe_engines import read
 from tests.model.published import write_published
 from tests.model.test_streaming import NEXT, alike
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
-from toastkit.engine.opening import open_engine
 from toastkit.engine.room import room_for_experts
 from toastkit.engine.state import ModelState
 from toastkit.errors import UsageError
@@ -30,10 +29,8 @@ from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings import slot_memory
 from toastkit.holdings.forms import ORIGINAL
 from toastkit.holdings.policy import NO_WISH, Wish
-from toastkit.model.locate import locate
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store import reader
-from toastkit.store.bake import bake
 from toastkit.store.sanitizing import Sanitizing
 
 PROMPT = [5 + 7 * n % 300 for n in range(24)]
@@ -49,7 +46,7 @@ def slots(amount: int | str, prefetch: str = "off") -> SlotOptions:
 def opened(path: Path | str, amount: int | str | None = None, **rest) -> Engine:
     """An engine with so many slots a layer, or bytes of them; None for a whole model."""
     options = None if amount is None else slots(amount, rest.pop("prefetch", "off"))
-    return open_engine(locate(str(path)), dtype="float32", expert_slots=options, **rest)
+    return open_model(path, expert_slots=options, **rest)
 
 
 def answer(engine: Engine, chunk: int = 16, wish: Wish = NO_WISH) -> list[mx.array]:
@@ -253,12 +250,11 @@ def test_slots_hold_experts_in_a_gear(models, gear: str, by: str, tmp_path: Path
     plain = answer(opened(path, gear_options=options), wish=Wish(gear))
     made = opened(path, 5, gear_options=options)
     assert alike(answer(made, wish=Wish(gear)), plain)
-    with open_store(path) as store:
-        bake(store, tmp_path / "baked.toast", gears=(gear,))
-    baked = opened(tmp_path / "baked.toast", 5, gear_options=options)
-    assert alike(answer(baked, wish=Wish(gear)), plain)
+    file = baked(path, tmp_path / "baked.toast", gears=(gear,))
+    stored = opened(file, 5, gear_options=options)
+    assert alike(answer(stored, wish=Wish(gear)), plain)
     a, b, high = (
-        engine.holdings.slots.layers[0].memory for engine in (made, baked, opened(path, 5))
+        engine.holdings.slots.layers[0].memory for engine in (made, stored, opened(path, 5))
     )
     assert not a.reads_all and not b.reads_all and a.expert_bytes == b.expert_bytes
     assert b.read_bytes < high.read_bytes * (0.4 if gear == "low" else 0.7)

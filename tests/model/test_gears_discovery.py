@@ -8,12 +8,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from tests.model.checkpoints import open_store
 from tests.model.published import NAMES, write_published
 from toastkit.gears.discovery import container, discover, layer_of
-from toastkit.model.files import ModelFiles
-from toastkit.model.locate import locate
 from toastkit.store.quantising import leaf_modules
-from toastkit.store.store import Store
 
 LAYERS = 11  # so that an order by words, 10 before 9, would show
 
@@ -214,13 +212,9 @@ def test_what_modules_hide_is_no_part_of_the_model() -> None:
 # ---------------------------------------------------------------------------- real architectures
 
 
-def opened(files: ModelFiles) -> Store:
-    return Store(files)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_an_architecture(name: str, tmp_path) -> None:
-    store = opened(locate(str(write_published(tmp_path / name, name))))
+    store = open_store(write_published(tmp_path / name, name))
     attention, everything = discover(store.model, "attention"), discover(store.model, "all")
     if name == "qwen3_moe_quantised":
         assert (attention, [one.path for one in everything]) == ([], ["model.layers.2.mlp.gate"])
@@ -243,7 +237,7 @@ def test_an_architecture(name: str, tmp_path) -> None:
 
 
 def test_the_embedded_model() -> None:
-    model = opened(locate("crumb")).model
+    model = open_store("crumb").model
     attention = discover(model, "attention")
     kinds = [prefix.rpartition(".")[2] for prefix in prefixes(attention)]
     assert kinds == ["linear_attn", "linear_attn", "linear_attn", "self_attn"] * 2

@@ -12,17 +12,21 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.model.checkpoints import SIZES, open_store, random_weights, write_checkpoint
+from tests.model.checkpoints import (
+    SIZES,
+    baked,
+    open_model,
+    open_store,
+    random_weights,
+    write_checkpoint,
+)
 from tests.model.published import write_published
 from toastkit.engine.engine import Engine
-from toastkit.engine.opening import open_engine
 from toastkit.errors import DataError, UsageError
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.gear_policy import GearPolicy
 from toastkit.holdings import weights as weights_module
 from toastkit.holdings.policy import Wish
-from toastkit.model.locate import locate
-from toastkit.store.bake import bake
 from toastkit.store.ledger import GEARS
 from toastkit.store.precision import LARGEST
 from toastkit.store.reader import IDLE_SECONDS
@@ -33,7 +37,7 @@ PLENTY = 1 << 40
 
 
 def engine_of(path: Path | str, options: GearOptions | None = None, **rest) -> Engine:
-    return open_engine(locate(str(path)), dtype="float32", gear_options=options, **rest)
+    return open_model(path, gear_options=options, **rest)
 
 
 def geared(path: Path | str, scope: str = "all", /, **options) -> tuple[Engine, GearPolicy]:
@@ -190,21 +194,21 @@ def test_nothing_is_quantised_before_it_is_wanted(
 def test_baked_gears_are_read(
     sources: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: str
 ) -> None:
-    bake(open_store(sources["qwen3_moe"]), tmp_path / "x.toast", gears=("low", "mid"))
+    baked(sources["qwen3_moe"], tmp_path / "x.toast", gears=("low", "mid"))
     made, gears = geared(sources["qwen3_moe"], scope, cache_bytes=0)
-    baked, stored = geared(tmp_path / "x.toast", scope, cache_bytes=0)
+    read, stored = geared(tmp_path / "x.toast", scope, cache_bytes=0)
     wanted = []
     for gear in ("low", "mid", "high"):
         made.shift(gear)
         wanted.append(logits(made))
     monkeypatch.setattr(weights_module, "quantise_rows", lambda *a, **k: pytest.fail("quantised"))
     for gear, expected in zip(("low", "mid", "high"), wanted):
-        baked.shift(gear)
-        assert (logits(baked) == expected).all()
+        read.shift(gear)
+        assert (logits(read) == expected).all()
 
 
 def test_baked_gears_of_other_bits_are_not(sources: dict, tmp_path: Path) -> None:
-    bake(open_store(sources["qwen3"]), tmp_path / "x.toast", gears=("low",))
+    baked(sources["qwen3"], tmp_path / "x.toast", gears=("low",))
     six, gears = geared(tmp_path / "x.toast", bits=(6, 8))
     six.shift("low")
     plain, own = geared(sources["qwen3"], bits=(6, 8))
@@ -370,8 +374,8 @@ def test_sixteen_bits_on_the_cpu_are_not_fused(sources: dict) -> None:
     """MLX would add up in 16 bits there."""
     if mx.default_device() != mx.Device(mx.cpu):
         pytest.skip("a GPU adds up in float32")
-    files = locate(str(sources["qwen3"]))
-    engine = open_engine(files, dtype="bfloat16", gear_options=GearOptions("auto", "all"))
+    options = GearOptions("auto", "all")
+    engine = open_model(sources["qwen3"], dtype="bfloat16", gear_options=options)
     assert engine.gears is not None
     plain = logits(engine)
     engine.shift("mid")

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from tests.model.checkpoints import (
     SIZES,
+    baked,
     loaded_model,
     open_store,
     random_weights,
@@ -24,10 +25,8 @@ from toastkit.gears.plan import Plan, plan
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.model.toast_format import GEAR_PREFIX
-from toastkit.store.bake import bake
 from toastkit.store.dtypes import Loading
 from toastkit.store.precision import quantise_rows
-from toastkit.store.store import Store
 
 SCOPES = ("attention", "all")
 # Experts over recurrent layers; a dense layer among others; attention beside a recurrence.
@@ -39,7 +38,7 @@ def complain(line: str) -> None:
 
 
 def planned(files: ModelFiles, scope: str, *rest: Any) -> Plan:
-    return plan(Store(files), scope, *rest, explain=complain)
+    return plan(open_store(files), scope, *rest, explain=complain)
 
 
 @pytest.fixture(scope="module")
@@ -161,17 +160,16 @@ def test_a_shift_reads_and_writes(made) -> None:
 
 def test_baked_gears_are_read_instead(made, tmp_path: Path) -> None:
     source = made("qwen3_moe")
-    bake(Store(source), tmp_path / "low.toast", gears=("low",))
-    files = locate(str(tmp_path / "low.toast"))
+    files = locate(str(baked(source, tmp_path / "low.toast", gears=("low",))))
     stored = sum(
         entry.nbytes
         for header in files.headers
         for name, entry in header.entries.items()
         if name.startswith(GEAR_PREFIX)
     )
-    plain, baked = planned(source, "all").gears, planned(files, "all").gears
-    assert baked[2].shift == stored + plain[2].managed == 2 * plain[2].managed
-    assert baked[:2] == plain[:2]
+    plain, found = planned(source, "all").gears, planned(files, "all").gears
+    assert found[2].shift == stored + plain[2].managed == 2 * plain[2].managed
+    assert found[:2] == plain[:2]
     other = planned(files, "all", (2, 8)).gears[2]  # of other bits than the one that is there
     assert other.shift == plain[0].managed + other.managed
 
@@ -214,8 +212,8 @@ def test_experts_that_cannot_be_counted_all_count(monkeypatch: pytest.MonkeyPatc
         raise ValueError("no such luck")
 
     monkeypatch.setattr(anatomy, "_hollow", refuse)
-    files, told = locate("crumb"), []
-    found = plan(Store(files), "all", explain=told.append)
+    told: list[str] = []
+    found = plan(open_store("crumb"), "all", explain=told.append)
     assert found.gears[0].token == found.gears[0].device
     assert len(told) == 1 and "no such luck" in told[0]
 

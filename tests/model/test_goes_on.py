@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from tests.model.checkpoints import open_model
 from tests.model.service_driver import Driver, Engines, Plain
 from tests.model.test_scheduler import LONG_CONTEXT, PROMPTS, SEEDED, joined, same
 from tests.model.worker_driver import PROMPT, answer_of, done
@@ -23,7 +24,6 @@ from toastkit.daemon.service import Service
 from toastkit.daemon.spill import Spill
 from toastkit.engine.batch import Batch, can_batch
 from toastkit.engine.engine import Engine
-from toastkit.engine.opening import open_engine
 from toastkit.engine.policy_options import PolicyOptions
 from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
@@ -242,7 +242,7 @@ def test_a_model_that_becomes_another_while_it_rests(start, model: Path) -> None
     os.replace(model / "new.safetensors", path)
     channel = running.ask()
     done(channel)
-    expected = Plain(open_engine(locate(str(model)), dtype="float32")).answer(PROMPT)
+    expected = Plain(open_model(model)).answer(PROMPT)
     assert answer_of(channel) == expected and channel.one("stats")["cached"] == 0
     assert running.worker.status()["fingerprint"] == fingerprint(locate(str(model)))
     assert running.said == []

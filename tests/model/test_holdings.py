@@ -13,18 +13,15 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from tests.conftest import examples
-from tests.model.checkpoints import open_crumb, open_store
+from tests.model.checkpoints import baked, open_crumb, open_model, open_store
 from tests.model.published import write_published
 from toastkit.engine.engine import Engine
-from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
 from toastkit.errors import DataError
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form, packed
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.weights import Weights
-from toastkit.model.locate import locate
-from toastkit.store.bake import bake
 from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import CACHE, GEARS, Ledger
 
@@ -163,7 +160,7 @@ def figures(engine: Engine) -> tuple[int, int]:
 @pytest.mark.parametrize("name", ["qwen3_next", "gemma3_text"])
 def test_caches_are_counted_as_they_grow(tmp_path: Path, name: str) -> None:
     """Step by step past 256 tokens, where MLX makes a cache larger; a window slides before."""
-    engine = open_engine(locate(str(write_published(tmp_path / "x", name))), dtype="float32")
+    engine = open_model(write_published(tmp_path / "x", name))
     cache, ids = engine.new_cache(), 252 * [7]
     state = ModelState(cache, list(ids), engine.prefill(ids, cache))
     sizes = set()
@@ -271,15 +268,14 @@ def test_what_was_not_in_use_for_longest_goes_first(llama: Path) -> None:
 )  # fmt: skip
 def test_a_baked_gear_that_is_damaged(tmp_path: Path, part: str, harm: tuple) -> None:
     """A part is missing, or no matrix of that form: an error, and the gear is as it was."""
-    source, path = write_published(tmp_path / "llama", "llama"), tmp_path / "baked.toast"
-    with open_store(source) as store:
-        bake(store, path, gears=("low",))
+    source = write_published(tmp_path / "llama", "llama")
+    path = baked(source, tmp_path / "baked.toast", gears=("low",))
     data, module = path.read_bytes(), "model.layers.0.mlp.down_proj"
     start = data.index(f'"__gear__.low.{module}.{part}"'.encode())
     entry = data[start : data.index(b"}", start)]
     assert harm[0] in entry
     path.write_bytes(data.replace(entry, entry.replace(*harm), 1))
-    engine = open_engine(locate(str(path)), gear_options=GearOptions("auto", "all"))
+    engine = open_model(path, gear_options=GearOptions("auto", "all"))
     with pytest.raises(DataError, match=f"its low gear of {module} is damaged"):
         engine.shift("low")
     assert engine.gears is not None and engine.gears.gear == "high"

@@ -11,18 +11,16 @@ import numpy as np
 import pytest
 from mlx_lm.models import cache as mlx_caches
 
-from tests.model.moe_checkpoints import write_moe
+from tests.model.checkpoints import open_model, open_store
+from tests.model.moe_checkpoints import written
 from tests.model.moe_engines import batched_and_alone
-from tests.model.published import write_published
 from tests.model.reference import held_by
 from tests.native_library import built, cache, library, needed
 from toastkit.engine.engine import Engine
-from toastkit.engine.opening import open_engine
 from toastkit.engine.savepoints import take_savepoint
 from toastkit.engine.state import ModelState
 from toastkit.errors import UsageError
 from toastkit.holdings.holdings import Holdings
-from toastkit.model.locate import locate
 from toastkit.native import kv_caches
 from toastkit.native.layers import blocks
 from toastkit.native.library import Library, use
@@ -32,7 +30,6 @@ from toastkit.session.directory import Session
 from toastkit.store.dtypes import loading
 from toastkit.store.kv_bits import KV_DTYPES, kv_dtype
 from toastkit.store.ledger import Ledger
-from toastkit.store.store import Store
 
 __all__ = ["built", "cache", "library"]
 pytestmark = needed
@@ -46,17 +43,10 @@ IN_CHUNKS = ("llama", "deepseek_v3", "qwen3_next")  # whose chunks are the same 
 LARGEST = 65504.0
 
 
-def files_of(path: Path, name: str) -> Any:
-    write = write_moe if name == "deepseek_v3" else write_published
-    return locate(str(path / name if (path / name).exists() else write(path / name, name)))
-
-
 def opened(path: Path, name: str, kv_bits: int | None = 16, native: str = "require") -> Engine:
     """A random checkpoint, with activations in float32."""
-    return open_engine(
-        files_of(path, name), native=native, native_exact=native == "require", dtype="float32",
-        kv_bits=kv_bits,
-    )  # fmt: skip
+    exact = native == "require"
+    return open_model(written(path, name), native=native, native_exact=exact, kv_bits=kv_bits)
 
 
 def ids(count: int) -> list[int]:
@@ -297,9 +287,9 @@ def test_batches_are_each_alone(tmp_path: Path, name: str, bits: int) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
 def test_what_is_planned_is_what_they_take(tmp_path: Path, name: str) -> None:
     """The bytes of a token, by which `toast-model plan` and budgets go."""
-    files, sizes = files_of(tmp_path, name), {}
+    sizes = {}
     for bits in (32, 16, 8):
-        store = Store(files)
+        store = open_store(written(tmp_path, name))
         types = loading(None, True, Status(True, ""), bits)
         sizes[bits] = sizes_of(Holdings(store, types, Ledger())).cache_per_token
     assert sizes[16] / sizes[32] == 0.5 and 0.25 < sizes[8] / sizes[32] < 0.36  # a scale a row

@@ -9,19 +9,16 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.model.checkpoints import SIZES, random_weights, write_checkpoint
-from tests.model.moe_checkpoints import write_moe
-from tests.model.published import write_published
+from tests.model.checkpoints import SIZES, open_model, random_weights, write_checkpoint
+from tests.model.moe_checkpoints import written
 from tests.model.reference import OLD_MLX_LM, needs_new_mlx_lm
 from tests.native_library import built, cache, library, needed
 from toastkit.engine import last_token
 from toastkit.engine.engine import Engine
 from toastkit.engine.last_token import LastToken
-from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.gears.gear_options import GearOptions
-from toastkit.model.locate import locate
 from toastkit.native.replacing import last_position_only
 from toastkit.residency.residency_options import ResidencyOptions
 
@@ -34,11 +31,7 @@ STEPS = {"qwen3_moe_quantised", "deepseek_v3", *(["gpt_oss"] if OLD_MLX_LM else 
 
 
 def opened(folder: Path, name: str, **rest) -> Engine:
-    write = write_moe if name == "deepseek_v3" else write_published
-    path = folder / name
-    if not path.exists():
-        write(path, name)
-    return open_engine(locate(str(path)), **{"native": "require", "dtype": "float32", **rest})
+    return open_model(written(folder, name), **{"native": "require", **rest})
 
 
 def passes(engine: Engine, count: int, chunk: int | None = None) -> tuple[list[int], list]:
@@ -98,14 +91,14 @@ def test_layers_that_are_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config = {**SIZES, "model_type": "nanbeige", "num_loops": 2, "vocab_size": 4096}
     model = nanbeige.Model(nanbeige.ModelArgs.from_dict(config))
     path = write_checkpoint(tmp_path / "m", config, random_weights(model, 0.2), 1)
-    engine = open_engine(locate(str(path)), native="require", dtype="float32")
+    engine = open_model(path, native="require")
     assert check_same(engine, 24, 16) == [16, 24]
     assert len(engine.new_cache()) == 2 * len(engine.model.layers)
     told = {id(module) for module in engine.last_token._heads}
     assert told and told.isdisjoint(map(id, engine.model.layers))
     # Had it been told, it would have been seen, too.
     monkeypatch.setattr(last_token, "_last_layers", lambda own: own.store.model.layers[-1:])
-    again = open_engine(locate(str(path)), native="require", dtype="float32")
+    again = open_model(path, native="require")
     assert check_same(again, 24, 16) == [16, 23, 24] and not again.last_token.possible
 
 

@@ -9,15 +9,13 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import tied_llama
 
+from tests.model.checkpoints import open_model, tied_llama
 from toastkit.engine.device_sampler import DeviceSampler
-from toastkit.engine.opening import open_engine
 from toastkit.errors import DataError, NoInputError, UsageError
 from toastkit.frames import End, Head, Logits, Prefilled, Token, Tokens, dumps, pack_ids
 from toastkit.interrupts import Interrupt
 from toastkit.model.config import fingerprint, load_config
-from toastkit.model.locate import locate
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.session.directory import Session
 from toastkit.stages.decode import decode
@@ -39,7 +37,7 @@ MORE = [2, 201, 1, 316, 201, 445, 261, 552, 16, 2, 201, 1, 317, 201]
 def llama(tmp_path_factory: pytest.TempPathFactory, mlx_started):
     """An Engine for a small model with attention only: its state can be cut back."""
     path = tied_llama(tmp_path_factory.mktemp("models") / "llama")
-    return open_engine(locate(str(path)), dtype="float32")
+    return open_model(path)
 
 
 class Run:

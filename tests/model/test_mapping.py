@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.model.checkpoints import open_store, quantised_qwen3, tied_llama
+from tests.model.checkpoints import baked, open_store, quantised_qwen3, tied_llama
 from tests.model.moe_checkpoints import write_moe
 from tests.model.test_streaming import NEXT, PROMPT, alike, answer
 from tests.native_library import built, cache, library, needed
@@ -36,7 +36,6 @@ from toastkit.native.regions import LOST, Region
 from toastkit.native.starting import NativeOptions
 from toastkit.residency.mapping import MappingPolicy
 from toastkit.residency.residency_options import ResidencyOptions
-from toastkit.store.bake import bake
 from toastkit.store.mapping import MappedFiles
 from toastkit.store.raw import DTYPES
 
@@ -70,12 +69,6 @@ def mapped_paths(of: Engine) -> set[str]:
 def forms(of: Engine) -> set[Form]:
     """Of all modules."""
     return {holding.form for holding in of.holdings.modules.values()}
-
-
-def toast_file(tmp_path: Path, model: str = "crumb") -> Path:
-    with open_store(model) as store:
-        bake(store, tmp_path / "m.toast")
-    return tmp_path / "m.toast"
 
 
 # ------------------------------------------------------------------------------------- arrays
@@ -143,11 +136,11 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     experts; published ones and one file."""
     folder = tmp_path_factory.mktemp("models") / "m"
     if request.param == "toast":
-        return str(toast_file(folder.parent))
+        return str(baked("crumb", folder.parent / "m.toast"))
     made = {"llama": tied_llama, "qwen3": quantised_qwen3, "olmoe": lambda p: write_moe(p, "olmoe")}
     if request.param not in made:
         return request.param
-    return str(toast_file(folder.parent, str(made[request.param](folder))))
+    return str(baked(made[request.param](folder), folder.parent / "m.toast"))
 
 
 def test_a_mapped_model_is_one_that_was_read(path: str) -> None:
@@ -167,7 +160,7 @@ def test_gears_shift_over_mapped_originals(tmp_path: Path, budget: int | None) -
     """As over those that were read; what is mapped is not kept beside a gear, and comes back."""
     options = GearOptions("auto", "all", cache_bytes=budget)
     gears = ["high", "low", "mid", "high"]
-    path, found = toast_file(tmp_path, str(write_moe(tmp_path / "moe", "olmoe"))), []
+    path, found = baked(write_moe(tmp_path / "moe", "olmoe"), tmp_path / "m.toast"), []
     for mapped in (False, True):
         of = engine(path, mapped=mapped, gears=options)
         found.append(answer(of, lambda n: Wish(gears[n])))
@@ -190,7 +183,7 @@ def test_what_has_a_budget_or_no_native_products_is_read(rest: dict[str, Any]) -
 
 def test_a_file_that_is_replaced_stays_whole(tmp_path: Path) -> None:
     """For who has mapped it; and one that is gone, as `toast-model rm` has it."""
-    file = toast_file(tmp_path)
+    file = baked("crumb", tmp_path / "m.toast")
     of, wanted = engine(file), play(engine(mapped=False))
     of.load()
     (tmp_path / "other").write_bytes(bytes(file.stat().st_size))
@@ -202,7 +195,7 @@ def test_a_file_that_is_replaced_stays_whole(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_written_to_is_an_error(tmp_path: Path) -> None:
-    file = toast_file(tmp_path)
+    file = baked("crumb", tmp_path / "m.toast")
     of = engine(file)
     state = ModelState(of.new_cache())
     list(of.reading(state, PROMPT))
@@ -223,7 +216,7 @@ def maps_of(file: Path, pid: int) -> dict[str, int]:
 def test_two_processes_have_one_copy_and_see_it_cut_short(tmp_path: Path) -> None:
     """What is mapped is no process's own: half of it counts for each (Pss). Whatever thread reads
     what is gone, the process ends with a line of explanation and not of a signal."""
-    file = toast_file(tmp_path)
+    file = baked("crumb", tmp_path / "m.toast")
     code = (
         "import sys\nfrom tests.model.test_mapping import engine, play\n"
         "of = engine(sys.argv[1])\nplay(of)\nprint('there', flush=True)\nsys.stdin.readline()\n"
@@ -256,7 +249,7 @@ def test_a_file_that_cannot_be_mapped_is_read(
 ) -> None:
     """A file system without maps, or no addresses left."""
     monkeypatch.setattr(Region, "map_file", lambda *_: (_ for _ in ()).throw(OSError(19, "no map")))
-    of = engine(toast_file(tmp_path))
+    of = engine(baked("crumb", tmp_path / "m.toast"))
     assert play(of)[0] == play(engine(mapped=False))[0]
     assert not mapped_paths(of)
 

@@ -12,14 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from tests.model.moe_checkpoints import write_moe
+from tests.model.checkpoints import open_model
+from tests.model.moe_checkpoints import written
 from tests.model.moe_engines import batched_and_alone
-from tests.model.published import write_published
 from tests.native_library import built, cache, library, needed
 from toastkit.engine.engine import Engine
-from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
-from toastkit.model.locate import locate
 from toastkit.native import operations
 from toastkit.native.layers import blocks
 from toastkit.native.library import Library, use
@@ -174,9 +172,8 @@ NEXT = (11, 12, 13, 14)
 
 def opened(path: Path, name: str) -> Engine:
     """Natively, a random checkpoint."""
-    write = write_moe if name == "deepseek_v3" else write_published
-    files = locate(str(write(path / name, name)))  # exact: or roundings that differ are whole steps
-    return open_engine(files, native="require", native_exact=True, dtype="float32")
+    # Exact: or roundings that differ are whole steps.
+    return open_model(written(path, name), native="require", native_exact=True)
 
 
 def read(engine: Engine, count: int, chunk: int = 16) -> ModelState:

@@ -39,13 +39,13 @@ from mlx_lm.models import (
 )
 
 from tests.conftest import examples
+from tests.model.checkpoints import open_model
 from tests.model.moe_checkpoints import write_moe
 from tests.model.reference import OLD_MLX_LM
 from tests.model.test_expert_slots import slots
 from tests.model.test_native_operations import alike, library, numbers
 from tests.model.test_recurrent_layers import read
 from tests.native_library import built, cache, needed
-from toastkit.engine.opening import open_engine
 from toastkit.model.locate import locate
 from toastkit.native import known, replacing
 from toastkit.native.library import Library
@@ -229,13 +229,13 @@ def test_models_use_it(tmp_path: Path, name: str) -> None:
     """And give the bits of its parts; with slots the parts are called."""
     write_moe(tmp_path / name, name)
     path = locate(str(tmp_path / name))
-    engine = open_engine(path, native="require", dtype="float32")
+    engine = open_model(path, native="require")
     with patch.object(mixtures, "_mixed", wraps=mixtures._mixed) as mixed:
         whole = read(engine)
         assert mixed.called
         with patch.object(mixtures.Mixture, "as_shape", lambda *_: None):
             assert all(map(mx.array_equal, read(engine), whole))
-        some = open_engine(path, native="require", dtype="float32", expert_slots=slots(6))
+        some = open_model(path, native="require", expert_slots=slots(6))
         mixed.reset_mock()
         assert all(map(mx.array_equal, read(some), whole)) and not mixed.called
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import MAKERS, tied_llama
-from reference import PROMPTS
 
+from tests.model.checkpoints import MAKERS, open_model, tied_llama
+from tests.model.reference import PROMPTS
 from tests.unpack import unpack
 from toastkit.frames import FrameReader, Head, Token, Tokens, unpack_ids
 from toastkit.model.locate import locate
@@ -53,10 +53,9 @@ def test_the_embedded_model(crumb, tmp_path: Path) -> None:
 @pytest.fixture(scope="module", params=MAKERS)
 def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, mlx_started):
     """A directory with a small random checkpoint, and an Engine for it."""
-    from toastkit.engine.opening import open_engine
 
     path = MAKERS[request.param](tmp_path_factory.mktemp("models") / request.param)
-    return path, open_engine(locate(str(path)), dtype="float32")
+    return path, open_model(path)
 
 
 def greedy(engine, ids: list[int], count: int) -> list[int]:
@@ -116,7 +115,6 @@ def test_one_process_runs_a_directory(small, toast) -> None:
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path, mlx_started) -> None:
-    from toastkit.engine.opening import open_engine
     from toastkit.errors import DataError
 
     path = tied_llama(tmp_path / "model")
@@ -125,7 +123,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path, mlx_started
     assert gone.size
     mx.save_safetensors(str(path / "model-00001-of-00002.safetensors"), weights)
     with pytest.raises(DataError, match="the weights do not fit the model"):
-        open_engine(locate(str(path)), dtype="float32")
+        open_model(path)
     (path / "model-00001-of-00002.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(DataError, match="cannot read model-00001-of-00002.safetensors"):
-        open_engine(locate(str(path)), dtype="float32")
+        open_model(path)

@@ -12,10 +12,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import tied_llama, write_checkpoint
 
+from tests.model.checkpoints import open_model, tied_llama, write_checkpoint
 from toastkit.engine.engine import CHUNK
-from toastkit.engine.opening import open_engine
 from toastkit.engine.perplexity import LOGITS_BYTES, Totals, default_chunk, score, timed, windows
 from toastkit.errors import DataError
 from toastkit.model.locate import locate
@@ -162,7 +161,7 @@ def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def small(tmp_path_factory: pytest.TempPathFactory, mlx_started):
     """An Engine for a small random llama."""
     path = tied_llama(tmp_path_factory.mktemp("models") / "llama")
-    return open_engine(locate(str(path)), dtype="float32", native="auto", native_exact=True)
+    return open_model(path, native="auto", native_exact=True)
 
 
 def test_scores_are_those_of_the_logits(small) -> None:
@@ -241,9 +240,7 @@ def test_a_quantised_copy_agrees_with_mlx_lm(crumb, quantised: Path) -> None:
     from mlx_lm.utils import load_model
 
     ids = ids_of("story", 33)
-    mine = math.exp(
-        -np.mean(scored(open_engine(locate(str(quantised)), dtype="float32"), ids, 32)[1])
-    )
+    mine = math.exp(-np.mean(scored(open_model(quantised), ids, 32)[1]))
     model, _ = load_model(quantised)
     model.set_dtype(mx.float32)
     theirs, _ = eval_ppl(model, mx.array([part for _, part in windows(ids, 32)]))

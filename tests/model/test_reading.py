@@ -10,9 +10,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.model.checkpoints import open_store, same
+from tests.model.checkpoints import open_model, open_store, same
 from tests.model.published import write_published
-from toastkit.engine.opening import open_engine
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.policy import Wish
 from toastkit.model.locate import locate
@@ -25,11 +24,6 @@ from toastkit.store.request import CancelledError
 from toastkit.store.waiting import AHEAD, NOW
 
 SECONDS = 60  # for what would otherwise wait for ever
-
-
-@pytest.fixture
-def llama(tmp_path: Path, mlx_started) -> Path:
-    return write_published(tmp_path / "llama", "llama")
 
 
 class Gate:
@@ -59,10 +53,10 @@ class Gate:
 
 
 @pytest.fixture
-def gate(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
+def gate(model: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """One tensor is read at a time."""
     monkeypatch.setattr(waiting, "RUN_BYTES", 0)
-    return Gate(RawTensors(locate(str(llama))))
+    return Gate(RawTensors(locate(str(model))))
 
 
 def jobs_of(gate: Gate) -> dict[str, Job]:
@@ -306,16 +300,16 @@ def test_a_request_may_be_taken_in_another_thread(tmp_path: Path, mlx_started) -
         assert all(same(array, whole[name]) for name, array in found[0].items())
 
 
-def test_a_device_that_the_host_cannot_write_to(llama: Path, monkeypatch) -> None:
-    with open_store(llama) as store:
+def test_a_device_that_the_host_cannot_write_to(model: Path, monkeypatch) -> None:
+    with open_store(model) as store:
         expected = store.layer(1)
         monkeypatch.setattr(reader, "host_writes", lambda: False)
         assert all(same(array, expected[name]) for name, array in store.layer(1).items())
 
 
-def test_preparing_for_high_gear_reads_the_managed_matrices(llama: Path) -> None:
+def test_preparing_for_high_gear_reads_the_managed_matrices(model: Path) -> None:
     options = GearOptions("auto", "all")
-    engine = open_engine(locate(str(llama)), dtype="float32", gear_options=options)
+    engine = open_model(model, gear_options=options)
     engine.shift("low")
     reader = engine.holdings.store.reader
     before = reader.bytes_read

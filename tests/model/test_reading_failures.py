@@ -14,11 +14,6 @@ from tests.model.published import write_published
 from toastkit.errors import DataError, IOFailure, NoInputError
 
 
-@pytest.fixture
-def llama(tmp_path: Path, mlx_started) -> Path:
-    return write_published(tmp_path / "llama", "llama")
-
-
 def files_of(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors"))
 
@@ -38,13 +33,13 @@ def test_files_that_are_cut_short(tmp_path: Path, mlx_started) -> None:
 
 @pytest.mark.parametrize("opened", [False, True])
 @pytest.mark.parametrize("replaced", [False, True])
-def test_files_that_go_or_are_replaced(llama: Path, opened: bool, replaced: bool) -> None:
+def test_files_that_go_or_are_replaced(model: Path, opened: bool, replaced: bool) -> None:
     """What is open stays readable; nothing is ever read from the new ones."""
-    with open_store(llama) as store:
+    with open_store(model) as store:
         store.check_files()
         if opened:
             before = store.layer(1)
-        for file in files_of(llama):
+        for file in files_of(model):
             size = file.stat().st_size
             file.rename(file.with_suffix(".gone"))
             if replaced:
@@ -60,11 +55,11 @@ def test_files_that_go_or_are_replaced(llama: Path, opened: bool, replaced: bool
                 store.layer(1)
 
 
-def test_a_disk_that_fails(llama: Path, monkeypatch) -> None:
+def test_a_disk_that_fails(model: Path, monkeypatch) -> None:
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with open_store(llama) as store:
+    with open_store(model) as store:
         plain = os.preadv
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(IOFailure, match="cannot read .*: input/output error"):

@@ -17,13 +17,12 @@ from mlx_lm.models import gated_delta, qwen3_5, qwen3_next, ssm
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from tests.conftest import examples
-from tests.model.published import write_published
+from tests.model.checkpoints import open_model
+from tests.model.moe_checkpoints import written
 from tests.model.reference import OLD_MLX_LM, held_by, needs_new_mlx_lm
 from tests.model.test_native_operations import CLOSE, alike, dtypes, layouts, library, numbers
 from tests.native_library import built, cache, needed, operations_of
 from toastkit.engine.engine import Engine
-from toastkit.engine.opening import open_engine
-from toastkit.model.locate import locate
 from toastkit.native import known, replacing
 from toastkit.native.kv_caches import keep_in
 from toastkit.native.layers import blocks, decoder
@@ -161,10 +160,8 @@ def test_rows_of_other_lengths() -> None:
 
 
 def opened(tmp_path: Path, name: str, **rest: Any) -> Engine:
-    path = Path(name) if name == "crumb" else tmp_path / name
-    if name != "crumb" and not path.exists():
-        write_published(path, name)
-    return open_engine(locate(str(path)), native="require", **{"dtype": "float32", **rest})
+    path = name if name == "crumb" else written(tmp_path, name)
+    return open_model(path, **{"native": "require", **rest})
 
 
 def read(engine: Engine, chunk: int | None = None) -> list[mx.array]:

@@ -8,8 +8,8 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from reference import PROMPTS
 
+from tests.model.reference import PROMPTS
 from toastkit.engine.state import ModelState
 from toastkit.frames import End, Prefilled, Text, Token, Tokens, unpack_ids
 from toastkit.interrupts import Interrupt

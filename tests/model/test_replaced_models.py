@@ -10,16 +10,14 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from tests.model.checkpoints import baked, open_model
 from tests.model.service_driver import THINKING, Plain
 from tests.model.worker_driver import PROMPT, answer_of, done
 from tests.unit.daemon_front import eventually
 from toastkit.daemon import worker
-from toastkit.engine.opening import open_engine
 from toastkit.errors import DataError
 from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
-from toastkit.store.bake import bake
-from toastkit.store.store import Store
 
 
 def turned(model: Path) -> None:
@@ -32,7 +30,7 @@ def turned(model: Path) -> None:
 
 def expected(model: Path):
     """What a process of its own answers."""
-    return Plain(open_engine(locate(str(model)), dtype="float32")).answer(PROMPT)
+    return Plain(open_model(model)).answer(PROMPT)
 
 
 def test_a_replaced_model_is_taken_by_the_next_request(start, model: Path, plain: Plain) -> None:
@@ -86,9 +84,7 @@ def test_a_replacement_that_cannot_be_read_is_told(start, model: Path, plain: Pl
 
 
 def test_a_file_that_becomes_no_model_is_told(start, model: Path, tmp_path: Path) -> None:
-    files, model = locate(str(model)), tmp_path / "m.toast"
-    with Store(files) as store:
-        bake(store, model)
+    model = baked(model, tmp_path / "m.toast")
     whole, running = model.read_bytes(), start(model=model)
     answer = running.answer()
     for size in (1000, 2000):

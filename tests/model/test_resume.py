@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
+from tests.model.checkpoints import open_model
 from tests.model.published import write_published
 from toastkit.errors import DataError
-from toastkit.model.locate import locate
 from toastkit.session.directory import Session
 from toastkit.session.savepoints import Savepoint
 
@@ -37,14 +37,13 @@ def bare(cache: list, count: int) -> Savepoint:
 def engines(tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Callable:
     """Random models by architecture, each made once."""
     from toastkit.engine.engine import Engine
-    from toastkit.engine.opening import open_engine
 
     made: dict = {}
 
     def engine(name: str) -> Engine:
         if name not in made:
             path = write_published(tmp_path_factory.mktemp("published") / name, name)
-            made[name] = open_engine(locate(str(path)), dtype="float32")
+            made[name] = open_model(path)
         return made[name]
 
     return engine

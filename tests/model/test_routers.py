@@ -16,18 +16,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from tests.model import test_transformers as oracle
-from tests.model.checkpoints import SIZES, random_weights, write_checkpoint
+from tests.model.checkpoints import SIZES, open_model, random_weights, write_checkpoint
 from tests.model.moe_checkpoints import NAMES, K, write_moe
 from tests.model.published import write_published
 from tests.model.reference import OLD_MLX_LM
 from toastkit.engine.engine import Engine
-from toastkit.engine.opening import open_engine
 from toastkit.errors import UsageError
 from toastkit.experts.experts_options import ExpertsOptions, LittleK
 from toastkit.experts.routers import K_OF
 from toastkit.holdings.policy import NO_WISH
 from toastkit.holdings.policy import PROMPT as PROMPT_WISH
-from toastkit.model.locate import locate
 from toastkit.model.supported import METAL_ONLY, UNSUPPORTED
 
 MODELS = Path(switch_layers.__file__).parent
@@ -43,7 +41,7 @@ RECORDED = (
 
 
 def opened(path: Path, options: ExpertsOptions | None = None) -> Engine:
-    return open_engine(locate(str(path)), dtype="float32", device_name="cpu", experts=options)
+    return open_model(path, device_name="cpu", experts=options)
 
 
 # ------------------------------------------------------------------------------------- the table

@@ -17,15 +17,13 @@ from mlx.utils import tree_map
 from mlx_lm.models import gemma4_text
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from tests.model.checkpoints import random_weights, write_checkpoint
+from tests.model.checkpoints import open_model, random_weights, write_checkpoint
 from tests.model.reference import held_by
 from tests.model.test_last_token import check_same
 from tests.model.test_native_blocks import counted
 from tests.model.test_native_operations import alike, library
 from tests.native_library import built, cache, needed, operations_of
 from toastkit.engine.last_token import _last_layers
-from toastkit.engine.opening import open_engine
-from toastkit.model.locate import locate
 from toastkit.native.kv_caches import LayerKV, keep_in
 from toastkit.native.layers import blocks
 from toastkit.native.replacing import last_position_only, use_native
@@ -140,7 +138,7 @@ def test_a_prompt_is_read_in_one_pass(case: str, tmp_path: Path) -> None:
     config = SIZES | CASES[case] | {"vocab_size": 4096, "vocab_size_per_layer_input": 4096}
     model = gemma4_text.Model(gemma4_text.ModelArgs.from_dict(config))
     path = write_checkpoint(tmp_path / "m", config, random_weights(model, 0.2), 1)
-    engine = open_engine(locate(str(path)), native="require", dtype="float32")
+    engine = open_model(path, native="require")
     assert check_same(engine, 2) == [2]
     assert check_same(engine, 24, 16) == [16, 24]
     assert check_same(engine, 70) == [69, 70]  # more than a window has

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from tests.model.checkpoints import SIZES, open_store, random_weights, write_checkpoint
+from tests.model.checkpoints import SIZES, baked, open_store, random_weights, write_checkpoint
 from tests.model.published import write_published
 from tests.model.test_streaming import alike, answer
 from tests.native_library import native_cache, native_path, needed
@@ -29,10 +29,8 @@ from toastkit.native.modules.products import NARROW
 from toastkit.native.starting import Status
 from toastkit.residency.model_sizes import sizes_of
 from toastkit.residency.residency_options import ResidencyOptions
-from toastkit.store.bake import bake
 from toastkit.store.dtypes import loading
 from toastkit.store.ledger import EXPERTS, GEARS, Ledger
-from toastkit.store.store import Store
 
 pytestmark = needed
 # Dense layers of each dtype, tied and fused matrices, norms around zero; experts of 16 bits, of 4,
@@ -63,7 +61,7 @@ def narrow_and_wide(path: Path | str, before: Callable[[int], Wish], **rest) -> 
 
 def unloaded(files: ModelFiles) -> Holdings:
     """As `toast-model plan` has them."""
-    store = Store(files)
+    store = open_store(files)
     return Holdings(store, loading(None, True, Status(True, "")), Ledger())
 
 
@@ -107,7 +105,7 @@ def test_gears_of_16_bits(tmp_path: Path, name: str, path: str) -> None:
         slots = SlotOptions("slots", 3, "off")
         narrow_and_wide(made, wish, gear_options=gears, expert_slots=slots)
     if path == "fused":
-        store = Store(kept.files)
+        store = open_store(kept.files)
         found = plan(store, "all", types=loading(None, True, Status(True, "")))
         low = next(gear for gear in found.gears if gear.gear == "low")
         fresh = open_engine(kept.files, native="require", gear_options=gears)
@@ -116,16 +114,15 @@ def test_gears_of_16_bits(tmp_path: Path, name: str, path: str) -> None:
         assert (low.managed, low.device) == (packed, total)
 
 
-@pytest.mark.parametrize("baked", [False, True])
-def test_experts_of_16_bits_in_slots(tmp_path: Path, baked: bool) -> None:
+@pytest.mark.parametrize("by_expert", [False, True])
+def test_experts_of_16_bits_in_slots(tmp_path: Path, by_expert: bool) -> None:
     path = write_published(tmp_path / "moe", "qwen3_moe")
-    if baked:
-        bake(open_store(path), tmp_path / "moe.toast", expert_major=True)
-        path = tmp_path / "moe.toast"
-    slots = SlotOptions("slots", 3, "off" if baked else "1")
+    if by_expert:
+        path = baked(path, tmp_path / "moe.toast", expert_major=True)
+    slots = SlotOptions("slots", 3, "off" if by_expert else "1")
     kept, wide = narrow_and_wide(path, lambda n: Wish(), expert_slots=slots)
     assert 2 * kept.ledger.of(EXPERTS) == wide.ledger.of(EXPERTS)
-    if baked:  # how much is read ahead is a matter of time
+    if by_expert:  # how much is read ahead is a matter of time
         assert kept.holdings.slots.counts.read == wide.holdings.slots.counts.read
 
 

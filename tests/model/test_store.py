@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.model.checkpoints import open_store, same, tied_llama
+from tests.model.checkpoints import open_model, open_store, same, tied_llama
 from tests.model.published import write_published
 from toastkit.errors import DataError, NoInputError
 from toastkit.store.ledger import Ledger, layer_owner
@@ -258,9 +258,8 @@ def test_the_ledger_agrees_with_mlx(tmp_path: Path, mlx_started) -> None:
 
 
 def test_loading_gives_exactly_the_stores_tensors(crumb_store: Store) -> None:
-    from toastkit.engine.opening import open_engine
 
-    engine = open_engine(crumb_store.files, dtype="float32")
+    engine = open_model(crumb_store.files)
     loaded = dict(tree_flatten(engine.model.parameters()))
     assert sorted(loaded) == sorted(crumb_store.names)
     for index in range(crumb_store.layer_count):

@@ -14,24 +14,20 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.model.checkpoints import open_store, tied_llama
+from tests.model.checkpoints import baked, open_model, open_store, tied_llama
 from tests.model.moe_engines import read
 from tests.model.published import write_published
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
-from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
 from toastkit.errors import UsageError
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.gear_policy import GearPolicy
 from toastkit.holdings.policy import Wish
-from toastkit.model.locate import locate
 from toastkit.native.starting import NativeOptions
 from toastkit.residency.residency_options import PLACEMENTS, ResidencyOptions
 from toastkit.residency.residency_policy import ResidencyPolicy
 from toastkit.session.directory import Session
-from toastkit.store.bake import bake
-from toastkit.store.store import Store
 
 PROMPT = [5 + 7 * n % 4000 for n in range(24)]
 NEXT = [11, 12, 13, 14]
@@ -49,9 +45,7 @@ def streaming(
     """An engine of which so much stays. native: "off" has a pass for a prompt's last token."""
     gears = rest.pop("gears", None)
     options = ResidencyOptions(kind, amount, **rest)
-    return open_engine(
-        locate(str(path)), dtype="float32", residency=options, gear_options=gears, native=native
-    )
+    return open_model(path, residency=options, gear_options=gears, native=native)
 
 
 def read_prompt(engine: Engine) -> ModelState:
@@ -162,10 +156,10 @@ def test_a_pass_reads_each_absent_layer_once_and_in_order(monkeypatch: pytest.Mo
 def test_streamed_layers_have_gears(tmp_path: Path) -> None:
     """A baked low gear is read instead of the originals; gears change in the middle."""
     path = tmp_path / "baked.toast"
-    bake(open_store(write_published(tmp_path / "llama", "llama")), path, gears=("low",))
+    baked(write_published(tmp_path / "llama", "llama"), path, gears=("low",))
     options = GearOptions("auto", scope="all")
     gears = ["high", "low", "low", "high"]
-    resident = open_engine(locate(str(path)), dtype="float32", gear_options=options, native="auto")
+    resident = open_model(path, gear_options=options, native="auto")
     wanted = answer(resident, lambda n: Wish(gears[n]))
     engine = streaming(path=path, gears=options)
     assert alike(answer(engine, lambda n: Wish(gears[n])), wanted)
@@ -192,9 +186,7 @@ def test_gears_have_all_bits_of_the_file(tmp_path: Path) -> None:
     options, found = GearOptions("low", "all"), []
     for resident in ("all", 0):
         residency = None if resident == "all" else ResidencyOptions("layers", 0)
-        engine = open_engine(
-            locate(str(path)), dtype="bfloat16", gear_options=options, residency=residency
-        )
+        engine = open_model(path, dtype="bfloat16", gear_options=options, residency=residency)
         state = ModelState(engine.new_cache())
         for _ in engine.reading(state, PROMPT):
             pass  # in high gear
@@ -227,24 +219,23 @@ def test_a_budget_holds_everything() -> None:
 
 
 @pytest.mark.parametrize(("mode", "native"), [("low", "auto"), ("mid", "off"), ("auto", "auto")])
-@pytest.mark.parametrize("baked", [True, False])
+@pytest.mark.parametrize("stored", [True, False])
 def test_layers_count_as_what_they_take_in_a_fixed_gear(
-    mode: str, native: str, baked: bool, tmp_path: Path
+    mode: str, native: str, stored: bool, tmp_path: Path
 ) -> None:
     """All stay in steps where some do for a prompt, which is read in high gear. Never, nor within
     a pass or a shift, does the account pass the budget; no result changes."""
-    path, options = locate("crumb"), GearOptions(mode, scope="all")
-    if baked:
-        bake(Store(path), tmp_path / "crumb.toast", gears=("low", "mid"))
-        path = locate(str(tmp_path / "crumb.toast"))
+    path, options = "crumb", GearOptions(mode, scope="all")
+    if stored:
+        path = baked(path, tmp_path / "crumb.toast", gears=("low", "mid"))
     gears = ["low", "mid", "high", "low"]
-    staying = open_engine(path, dtype="float32", native=native, gear_options=options)
+    staying = open_model(path, native=native, gear_options=options)
     wanted = answer(staying, lambda n: Wish(gears[n]))
     sizes = streaming().residency.sizes
     budget = sizes.outside + sum(sizes.layers[:3]) + 2 * max(sizes.layers) + sizes.cache_fixed
     budget += int(sizes.cache_per_token * 1024)
     rest = ResidencyOptions("bytes", budget)
-    engine = open_engine(path, dtype="float32", native=native, gear_options=options, residency=rest)
+    engine = open_model(path, native=native, gear_options=options, residency=rest)
     add, totals, counts = engine.ledger.add, [0], []
     seen = lambda: totals.append(engine.ledger.total())  # noqa: E731
     engine.ledger.add = lambda owner, count: (add(owner, count), seen())[0]  # type: ignore
@@ -301,10 +292,8 @@ def test_layers_follow_memory(expected, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(pressure, "CHECK_TOKENS", 1)
     readings = Readings(4 << 30)
-    files = locate("crumb")
     policy = ResidencyPolicy(ResidencyOptions("auto"), readings)
-    store = Store(files)
-    engine = Engine(store, [policy], dtype="float32", native=NativeOptions("auto"))
+    engine = Engine(open_store("crumb"), [policy], dtype="float32", native=NativeOptions("auto"))
     counts, state, tokens = [], read_prompt(engine), iter(NEXT * 20)
 
     def run(steps: int) -> int:
@@ -334,11 +323,11 @@ def test_layers_follow_memory_in_a_gear() -> None:
     """More stay in steps; and none comes back with them while memory is short."""
     from toastkit.holdings.pressure import LOW
 
-    files, options = locate("crumb"), GearOptions("low", scope="all")
-    store = Store(files)
-    gears = GearPolicy(options)
+    gears = GearPolicy(GearOptions("low", scope="all"))
     policy = ResidencyPolicy(ResidencyOptions("auto"), lambda: free(), steps=gears.step_forms)
-    engine = Engine(store, [gears, policy], dtype="float32", native=NativeOptions("auto"))
+    engine = Engine(
+        open_store("crumb"), [gears, policy], dtype="float32", native=NativeOptions("auto")
+    )
     sizes = policy.sizes
     room = LOW + sizes.outside + 5 * max(sizes.layers) + sizes.cache_fixed + 3 * MIB
     free = lambda: room - engine.ledger.total()  # noqa: E731

@@ -14,13 +14,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests.model.checkpoints import open_model
 from tests.model.reference import OLD_MLX_LM
 from tests.native_library import NATIVE
 from tests.oracle.cases import CASES, LEFT_OUT, LENGTH, PLAIN, POSITIONS, VOCAB, WINDOW
 from tests.oracle.old_names import old_names
 from tests.oracle.weights import prompt, weight
 from toastkit.errors import DataError
-from toastkit.model.locate import locate
 from toastkit.model.supported import COMPARED, TESTED, TEXT_ONLY, supported
 
 if OLD_MLX_LM:
@@ -93,13 +93,10 @@ def split_experts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def score(path: Path, config: dict[str, Any], native: str) -> tuple[np.ndarray, list[str]]:
     """Log-probabilities (LENGTH, VOCAB), and what was said."""
-    from toastkit.engine.opening import open_engine
 
     (path / "config.json").write_text(json.dumps(config))
     said: list[str] = []
-    engine = open_engine(
-        locate(str(path)), dtype="float32", device_name="cpu", notify=said.append, native=native
-    )
+    engine = open_model(path, device_name="cpu", notify=said.append, native=native)
     logits = np.array(engine.score(prompt(LENGTH, VOCAB), engine.new_cache()), np.float64)
     return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True), said
 
