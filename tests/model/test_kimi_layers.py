@@ -14,10 +14,10 @@ from mlx_lm.models.cache import ArraysCache
 
 from tests.model.reference import needs_new_mlx_lm
 from tests.model.test_latent_layers import KIMI, SIZES
-from tests.model.test_mixer_layers import stepped, watched
+from tests.model.test_mixer_layers import stepped
 from tests.model.test_native_operations import alike, library
 from tests.model.test_recurrences import quantise, read
-from tests.native_library import needed, operations_of
+from tests.native_library import needed, operations_of, watched
 from toastkit.native import replacing
 from toastkit.native.layers import kimi
 from toastkit.native.library import NONE

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 from tests.model.test_native_blocks import counted
 from tests.model.test_native_operations import alike, library
 from tests.model.test_recurrences import MIXERS, made, quantise, read
-from tests.native_library import needed, operations_of
+from tests.native_library import needed, operations_of, watched
 from toastkit.native.layers import mixer
 from toastkit.native.library import NONE
 from toastkit.native.modules import recurrent
@@ -145,19 +145,6 @@ def stepped(model: Any) -> mx.array:
     layers = model.make_cache()
     mx.eval(model(mx.array([[3, 4, 5]]), cache=layers))
     return model(mx.array([[6]]), cache=layers)
-
-
-def watched(module: Any) -> list[Any]:
-    """What a module is called with from now on."""
-    seen: list[Any] = []
-
-    class Watched(type(module)):  # type: ignore[misc]
-        def __call__(self, *args: Any, **rest: Any) -> mx.array:
-            seen.append(args)
-            return super().__call__(*args, **rest)
-
-    module.__class__ = Watched
-    return seen
 
 
 @pytest.mark.parametrize("case", LAYERS[:2], ids=["nemotron", "granite"])

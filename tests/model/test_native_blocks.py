@@ -39,7 +39,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from tests.model.reference import OLD_MLX_LM, held_by, needs_new_mlx_lm
 from tests.model.test_native_operations import alike, library
-from tests.native_library import needed, operations_of
+from tests.native_library import needed, operations_of, watched
 from toastkit.native.kv_caches import Room, keep_in
 from toastkit.native.layers import blocks
 from toastkit.native.library import Library
@@ -324,16 +324,9 @@ def test_what_is_not_so_goes_its_own_way() -> None:
     """Parts that somebody stands before, other dtypes, no cache."""
     own = layers(llama, {}, 0)
     attention, x = own[0].self_attn, mx.zeros((1, 3, 64))
-    seen: list[Any] = []
-
-    class Watched(type(attention)):  # type: ignore[misc]
-        def __call__(self, *args: Any) -> mx.array:
-            seen.append(args)
-            return super().__call__(*args)
-
     own[0](x, None, KVCache())
     with counted() as counts:
-        attention.__class__ = Watched
+        seen = watched(attention)
         own[0](x, None, KVCache())
         assert seen
         own[1](x, None, None)

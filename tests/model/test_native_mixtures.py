@@ -45,7 +45,7 @@ from tests.model.reference import OLD_MLX_LM
 from tests.model.test_expert_slots import slots
 from tests.model.test_native_operations import alike, library, numbers
 from tests.model.test_recurrent_layers import read
-from tests.native_library import built, cache, needed
+from tests.native_library import built, cache, needed, watched
 from toastkit.model.locate import locate
 from toastkit.native import known, replacing
 from toastkit.native.library import Library
@@ -143,24 +143,14 @@ def test_one_node_is_its_parts(
 def test_who_stands_before_a_part_is_called(kind: tuple) -> None:
     """And sees what the router chose."""
     _, ours = made(kind, 5)
-    x, seen = numbers(1, (1, 3, 32), mx.float32), []
-
-    def watched(module: Any) -> None:
-        class Watched(type(module)):  # type: ignore[misc]
-            def __call__(self, *args: Any) -> mx.array:
-                seen.append(args)
-                return super().__call__(*args)
-
-        module.__class__ = Watched
-
+    x = numbers(1, (1, 3, 32), mx.float32)
     whole = ours(x)
-    watched(ours[ours._experts])
+    seen = watched(ours[ours._experts])
     assert mx.array_equal(ours(x), whole) and seen[-1][1].shape == (1, 3, 2)
     if ours._shared in ours:
         _, ours = made(kind, 5)
         ours(x)
-        watched(ours[ours._shared])
-        seen.clear()
+        seen = watched(ours[ours._shared])
         assert mx.array_equal(ours(x), whole) and len(seen) == 1
 
 

@@ -14,7 +14,7 @@ from mlx.utils import tree_map_with_path
 
 from tests.model.reference import OLD_MLX_LM, held_by
 from tests.model.test_native_operations import alike, library
-from tests.native_library import built, cache, needed, operations_of
+from tests.native_library import built, cache, needed, operations_of, watched
 from toastkit.native import replacing
 from toastkit.native.layers import decoder
 from toastkit.native.modules import recurrent
@@ -182,14 +182,7 @@ def test_short_convolutions_in_one_node(name: str, bits: int) -> None:
         theirs, theirs_kept = read(ours, parts)
     pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
     assert all(mx.array_equal(a, b) for a, b in pairs) and alike(logits, whole, 1e-4)
-    seen, short = [], ours.layers[0].conv
-
-    class Watched(type(short)):  # type: ignore[misc]
-        def __call__(self, *args: Any, **rest: Any) -> mx.array:
-            seen.append(args)
-            return super().__call__(*args, **rest)
-
-    short.__class__ = Watched
+    seen = watched(ours.layers[0].conv)
     assert mx.array_equal(read(ours, parts)[0], logits) and len(seen) == len(parts) + 1
     ours.layers[0].operator_norm.weight = ours.layers[0].operator_norm.weight * 2
     assert not mx.array_equal(read(ours, parts)[0], logits)

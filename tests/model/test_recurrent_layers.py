@@ -21,7 +21,7 @@ from tests.model.checkpoints import open_model
 from tests.model.moe_checkpoints import written
 from tests.model.reference import OLD_MLX_LM, held_by, needs_new_mlx_lm
 from tests.model.test_native_operations import CLOSE, alike, dtypes, layouts, library, numbers
-from tests.native_library import built, cache, needed, operations_of
+from tests.native_library import built, cache, needed, operations_of, watched
 from toastkit.engine.engine import Engine
 from toastkit.native import known, replacing
 from toastkit.native.kv_caches import keep_in
@@ -292,16 +292,10 @@ def test_what_changes_in_a_layer_is_seen(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("part", ["linear_attn", "input_layernorm", "mlp", "mlp.switch_mlp"])
 def test_who_stands_before_a_part_of_a_layer_is_called(tmp_path: Path, part: str) -> None:
     layer = next(one for one in opened(tmp_path, "qwen3_next").model.layers if one.is_linear)
-    before, seen, module = compared(layer), [], layer
+    before, module = compared(layer), layer
     for word in part.split("."):
         module = module[word]
-
-    class Watched(type(module)):  # type: ignore[misc]
-        def __call__(self, *args: Any) -> mx.array:
-            seen.append(args)
-            return super().__call__(*args)
-
-    module.__class__ = Watched
+    seen = watched(module)
     assert all(map(mx.array_equal, compared(layer, one=False), before)) and len(seen) == 4
 
 

@@ -22,7 +22,7 @@ from tests.model.reference import held_by
 from tests.model.test_last_token import check_same
 from tests.model.test_native_blocks import counted
 from tests.model.test_native_operations import alike, library
-from tests.native_library import built, cache, needed, operations_of
+from tests.native_library import built, cache, needed, operations_of, watched
 from toastkit.engine.last_token import _last_layers
 from toastkit.native.kv_caches import LayerKV, keep_in
 from toastkit.native.layers import blocks
@@ -63,16 +63,6 @@ def made_of(sizes: dict[str, Any], bits: int = 0, native: bool = True) -> Any:
     if native:
         use_native(model.modules())
     return model
-
-
-def left_to_itself(layer: Any) -> None:
-    """Gives its attention a subclass, which has to be called as such."""
-
-    class Watched(type(layer.self_attn)):  # type: ignore[misc]
-        def __call__(self, *args: Any, **named: Any) -> Any:
-            return super().__call__(*args, **named)
-
-    layer.self_attn.__class__ = Watched
 
 
 def in_many(*_: Any) -> None:
@@ -116,7 +106,7 @@ def test_the_last_position_alone(case: str, alone: Sequence[int]) -> None:
     alone: layers that are left to themselves."""
     model = made_of(CASES[case], 4)
     for i in alone:
-        left_to_itself(model.layers[i])
+        watched(model.layers[i].self_attn)
     held = SimpleNamespace(store=SimpleNamespace(model=model), new_caches=model.make_cache)
     last = _last_layers(held)
     assert len(last) == (3 if "num_kv_shared_layers" in CASES[case] else 1)
@@ -183,7 +173,7 @@ def test_a_layer_that_is_left_to_itself_shares_too() -> None:
         wanted = passes(model)
 
     for alone in (1, 4):  # who keeps them, and who asks for them
-        left_to_itself(model.layers[alone])
+        watched(model.layers[alone].self_attn)
         with counted() as counts:
             made = passes(model)
         assert sum(counts.values()) == len(LENGTHS) * 4
