@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +133,3 @@ def _quantised(path: Path, architecture: Any, sizes: dict) -> Path:
     nn.quantize(model, group_size=32, bits=4)
     config["quantization"] = config["quantization_config"] = {"group_size": 32, "bits": 4}
     return write_checkpoint(path, config, dict(tree_flatten(model.parameters())), 1)
-
-
-MAKERS: dict[str, Callable[[Path], Path]] = {"llama": tied_llama, "qwen3": quantised_qwen3}
