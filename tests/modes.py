@@ -11,7 +11,6 @@ all of them. What it does not know is which of two is right: random models turn 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -58,9 +57,7 @@ OWN: dict[str, tuple[dict[str, Any], float]] = {
 
 def checkpoint(folder: Path, name: str, bits: int | None) -> Path:
     """A recorded one; packed in so many bits. Raises ToastError where that cannot be."""
-    made = recorded(name)
-    path = write(folder / name, made)
-    (path / "config.json").write_text(json.dumps(made["config"]))
+    path = write(folder / name, recorded(name))
     if bits is None:
         return path
     options = QuantizationOptions(bits=bits, group_size=32)

@@ -3,7 +3,6 @@ to the bit, what two whole passes would give."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,13 +20,13 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from tests.conftest import examples
-from tests.model import test_transformers as oracle
 from tests.model.checkpoints import SIZES, open_model, random_weights, write_checkpoint
 from tests.model.moe_engines import MIDDLE, Made, arrays, prompt_of, read_once, same
 from tests.model.reference import OLD_MLX_LM
 from tests.model.test_optimistic import hopeful, spoil
 from tests.model.test_routers import RECORDED, SHARED_SETTINGS
 from tests.model.test_streaming_failures import Disk
+from tests.model.test_transformers import write_recorded
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.savepoints import redo_functions, roll_back, take_savepoint
@@ -128,10 +127,7 @@ def both(path: Path) -> list[Engine]:
 @pytest.mark.skipif(OLD_MLX_LM, reason="what is recorded holds for a newer mlx_lm")
 @pytest.mark.parametrize("name", RECORDED)
 def test_of_every_architecture(name: str, tmp_path: Path) -> None:
-    found = oracle.recorded(next(n for n in oracle.NAMES if n == name or n.startswith(f"{name}_")))
-    path = oracle.write(tmp_path / "m", found)
-    (path / "config.json").write_text(json.dumps(found["config"]))
-    check(*both(path), ahead=True)
+    check(*both(write_recorded(tmp_path / "m", name)), ahead=True)
 
 
 @pytest.mark.skipif(OLD_MLX_LM, reason="these architectures are newer")

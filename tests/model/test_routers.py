@@ -3,7 +3,6 @@ says, and a model with another K is mlx_lm's with that K in its config.json."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +14,11 @@ from mlx_lm.models import switch_layers
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from tests.model import test_transformers as oracle
 from tests.model.checkpoints import SIZES, open_model, random_weights, write_checkpoint
 from tests.model.moe_checkpoints import NAMES, K, write_moe
 from tests.model.published import write_published
 from tests.model.reference import OLD_MLX_LM
+from tests.model.test_transformers import write_recorded
 from toastkit.engine.engine import Engine
 from toastkit.errors import UsageError
 from toastkit.experts.experts_options import ExpertsOptions, LittleK
@@ -86,10 +85,7 @@ def routed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.mark.parametrize("name", RECORDED)
 def test_k_is_what_it_is_set_to(name: str, tmp_path: Path, monkeypatch) -> None:
     """In every block, on one model alone, and back again."""
-    found = next(n for n in oracle.NAMES if n == name or n.startswith(f"{name}_"))
-    made = oracle.recorded(found)
-    path = oracle.write(tmp_path / "m", made)
-    (path / "config.json").write_text(json.dumps(made["config"]))
+    path = write_recorded(tmp_path / "m", name)
     engine, other = opened(path, ExpertsOptions("little")), opened(path)
     blocks = engine.experts.blocks
     assert {b.own_k for b in blocks} == {2} and engine.experts.little_k == 1

@@ -63,14 +63,21 @@ def recorded(name: str) -> dict[str, Any]:
 
 
 def write(path: Path, made: dict[str, Any]) -> Path:
-    """The checkpoint, made anew of names and shapes; its config.json is still to come."""
+    """The checkpoint, made anew of names and shapes."""
     path.mkdir()
+    (path / "config.json").write_text(json.dumps(made["config"]))
     arrays = {name: weight(name, tuple(shape)) for name, shape in made["tensors"].items()}
     if made["config"]["model_type"] == "gpt_oss":
         arrays = split_experts(arrays)
     tensors = {name: mx.array(array) for name, array in arrays.items()}
     mx.save_safetensors(str(path / "model.safetensors"), tensors, metadata={"format": "pt"})
     return path
+
+
+def write_recorded(path: Path, architecture: str) -> Path:
+    """A checkpoint of an architecture, of those that are recorded."""
+    name = next(n for n in NAMES if n == architecture or n.startswith(f"{architecture}_"))
+    return write(path, recorded(name))
 
 
 def split_experts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
