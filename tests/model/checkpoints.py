@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
@@ -73,14 +76,23 @@ def write_checkpoint(path: Path, config: dict, weights: dict, shards: int) -> Pa
     return path
 
 
-def random_weights(model, scale: float) -> dict:
-    """Weights by name, in float16, large enough for clear winners."""
-    from mlx.utils import tree_flatten
+def model_of(config: dict) -> Any:
+    """mlx_lm's model of a configuration, without weights."""
+    architecture = import_module(f"mlx_lm.models.{config['model_type']}")
+    return architecture.Model(architecture.ModelArgs.from_dict(config))
 
+
+def write_random(path: Path, config: dict, shards: int = 1) -> Path:
+    """A checkpoint of that configuration with random weights."""
+    return write_checkpoint(path, config, random_weights(model_of(config)), shards)
+
+
+def random_weights(model) -> dict:
+    """Weights by name, in float16, large enough for clear winners."""
     made = {}
     for number, (name, value) in enumerate(sorted(tree_flatten(model.parameters()))):
         noise = mx.random.normal(value.shape, key=mx.random.key(number))
-        made[name] = (scale * noise + (1 if "norm" in name else 0)).astype(mx.float16)
+        made[name] = (0.2 * noise + (1 if "norm" in name else 0)).astype(mx.float16)
     return made
 
 
@@ -95,41 +107,33 @@ def loaded_model(files: ModelFiles, dtype: str | None = None):
 
 def tied_llama(path: Path) -> Path:
     """Tied embeddings, two shards."""
-    from mlx_lm.models import llama
-
-    config = {"model_type": "llama", "tie_word_embeddings": True, **SIZES}
-    model = llama.Model(llama.ModelArgs.from_dict(config))
-    return write_checkpoint(path, config, random_weights(model, 0.2), 2)
+    return write_random(path, {"model_type": "llama", "tie_word_embeddings": True, **SIZES}, 2)
 
 
 def quantised_qwen3(path: Path) -> Path:
     """Four bits a weight, scales and biases beside them, an output matrix of its own."""
-    from mlx_lm.models import qwen3
-
-    return _quantised(path, qwen3, SIZES)
+    return write_quantised(path, {"model_type": "qwen3", "tie_word_embeddings": False, **SIZES})
 
 
 def quantised_latent(path: Path) -> Path:
     """The same with latent attention, a dense layer, and two of experts that are scored (GLM-4.7
     Flash)."""
-    from mlx_lm.models import glm4_moe_lite
-
-    sizes = {
+    config = {
+        **SIZES, "model_type": "glm4_moe_lite", "tie_word_embeddings": False,
         "num_key_value_heads": 4, "num_hidden_layers": 3, "q_lora_rank": 32, "kv_lora_rank": 64,
         "qk_rope_head_dim": 8, "qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 8,
         "moe_intermediate_size": 32, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
     }  # fmt: skip
-    return _quantised(path, glm4_moe_lite, {**SIZES, **sizes})
+    return write_quantised(path, config)
 
 
-def _quantised(path: Path, architecture: Any, sizes: dict) -> Path:
-    import mlx.nn as nn
-    from mlx.utils import tree_flatten
-
-    kind = architecture.__name__.rpartition(".")[2]
-    config = {"model_type": kind, "tie_word_embeddings": False, **sizes}
-    model = architecture.Model(architecture.ModelArgs.from_dict(config))
-    model.load_weights(list(random_weights(model, 0.2).items()))
-    nn.quantize(model, group_size=32, bits=4)
-    config["quantization"] = config["quantization_config"] = {"group_size": 32, "bits": 4}
+def write_quantised(
+    path: Path, config: dict, weights: dict | None = None, group_size: int = 32
+) -> Path:
+    """A checkpoint in four bits, of these weights or random ones."""
+    model = model_of(config)
+    model.load_weights(list((weights or random_weights(model)).items()))
+    nn.quantize(model, group_size, bits=4)
+    packed = {"group_size": group_size, "bits": 4}
+    config = {**config, "quantization": packed, "quantization_config": packed}
     return write_checkpoint(path, config, dict(tree_flatten(model.parameters())), 1)

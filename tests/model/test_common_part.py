@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from tests.conftest import examples
-from tests.model.checkpoints import SIZES, open_model, random_weights, write_checkpoint
+from tests.model.checkpoints import SIZES, open_model, write_random
 from tests.model.moe_engines import MIDDLE, Made, arrays, prompt_of, read_once, same
 from tests.model.reference import OLD_MLX_LM
 from tests.model.test_optimistic import hopeful, spoil
@@ -134,11 +133,8 @@ def test_of_every_architecture(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SHARED_SETTINGS)
 def test_of_those_that_none_has_recorded(name: str, tmp_path: Path) -> None:
     """One whose block is the decoder layer itself, and one that keeps two kinds of states."""
-    architecture = import_module(f"mlx_lm.models.{name}")
     config = {"model_type": name, **SIZES, **SHARED_SETTINGS[name]}
-    model = architecture.Model(architecture.ModelArgs.from_dict(config))
-    write_checkpoint(tmp_path / "m", config, random_weights(model, 0.2), 1)
-    check(*both(tmp_path / "m"), ahead=True)
+    check(*both(write_random(tmp_path / "m", config)), ahead=True)
 
 
 # --------------------------------------------------------------------------------- with the others

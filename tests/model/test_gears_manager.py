@@ -15,10 +15,12 @@ from mlx.utils import tree_flatten
 from tests.model.checkpoints import (
     SIZES,
     baked,
+    model_of,
     open_model,
     open_store,
     random_weights,
     write_checkpoint,
+    write_random,
 )
 from tests.model.published import write_published
 from toastkit.engine.engine import Engine
@@ -130,12 +132,9 @@ def test_dense_copies_last_as_long_as_the_gear(sources: dict) -> None:
 
 
 def test_rows_that_mlx_has_no_groups_for(tmp_path: Path) -> None:
-    from mlx_lm.models import llama
-
     sizes = {**SIZES, "hidden_size": 72, "head_dim": 18, "intermediate_size": 100}
     config = {"model_type": "llama", "tie_word_embeddings": True, **sizes}
-    model = llama.Model(llama.ModelArgs.from_dict(config))
-    path = write_checkpoint(tmp_path / "odd", config, random_weights(model, 0.2), 1)
+    path = write_random(tmp_path / "odd", config)
     plain = logits(engine_of(path))
     engine, gears = geared(path)
     engine.shift("mid")
@@ -339,11 +338,8 @@ def test_a_quantised_checkpoint_only_shows_its_gears(sources: dict) -> None:
 
 
 def test_weights_that_were_quantised_before(tmp_path: Path) -> None:
-    from mlx_lm.models import llama
-
     config = {"model_type": "llama", "tie_word_embeddings": True, **SIZES}
-    model = llama.Model(llama.ModelArgs.from_dict(config))
-    weights = random_weights(model, 0.2)
+    weights = random_weights(model_of(config))
     for name, array in weights.items():
         if array.ndim == 2:
             packed = mx.quantize(array, 64, 4)

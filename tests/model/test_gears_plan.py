@@ -13,6 +13,7 @@ from tests.model.checkpoints import (
     SIZES,
     baked,
     loaded_model,
+    model_of,
     open_store,
     random_weights,
     write_checkpoint,
@@ -87,12 +88,10 @@ def test_device_bytes_are_those_of_the_quantised_model(made, name: str, dtype: s
 
 def test_rows_of_odd_lengths(tmp_path: Path) -> None:
     """A checkpoint with 40 columns, which are stored as 64."""
-    from mlx_lm.models import llama
-
     config = {"model_type": "llama", "tie_word_embeddings": False, **SIZES}
     config.update(hidden_size=40, head_dim=10)
-    model = llama.Model(llama.ModelArgs.from_dict(config))
-    weights = random_weights(model, 0.2)
+    model = model_of(config)
+    weights = random_weights(model)
     files = locate(str(write_checkpoint(tmp_path / "odd", config, weights, 1)))
     found = planned(files, "attention")
     managed = discover(model, "attention")

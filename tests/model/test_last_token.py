@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.model.checkpoints import SIZES, open_model, random_weights, write_checkpoint
+from tests.model.checkpoints import SIZES, open_model, write_random
 from tests.model.moe_checkpoints import written
 from tests.model.reference import OLD_MLX_LM, needs_new_mlx_lm
 from tests.native_library import built, cache, library, needed
@@ -89,8 +89,7 @@ def test_layers_that_are_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(nanbeige, "TransformerBlock", llama.TransformerBlock)  # of a known form
     monkeypatch.setattr(nanbeige.ModelArgs, "rope_traditional", False, raising=False)
     config = {**SIZES, "model_type": "nanbeige", "num_loops": 2, "vocab_size": 4096}
-    model = nanbeige.Model(nanbeige.ModelArgs.from_dict(config))
-    path = write_checkpoint(tmp_path / "m", config, random_weights(model, 0.2), 1)
+    path = write_random(tmp_path / "m", config)
     engine = open_model(path, native="require")
     assert check_same(engine, 24, 16) == [16, 24]
     assert len(engine.new_cache()) == 2 * len(engine.model.layers)

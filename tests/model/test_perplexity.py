@@ -12,8 +12,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
-from tests.model.checkpoints import open_model, tied_llama, write_checkpoint
+from tests.model.checkpoints import open_model, tied_llama, write_quantised
 from toastkit.engine.engine import CHUNK
 from toastkit.engine.perplexity import LOGITS_BYTES, Totals, default_chunk, score, timed, windows
 from toastkit.errors import DataError
@@ -216,22 +217,9 @@ def test_whole_texts(crumb, domain: str) -> None:
 @pytest.fixture(scope="module")
 def quantised(crumb, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model with four bits a weight, in the layout of mlx_lm.convert."""
-    import copy
-
-    import mlx.nn as nn
-    from mlx.utils import tree_flatten
-
-    from toastkit.model.architecture import import_architecture
-
-    config = copy.deepcopy(crumb.config.raw)
-    architecture = import_architecture(crumb.config)
-    model = architecture.Model(architecture.ModelArgs.from_dict(copy.deepcopy(config)))
-    model.load_weights(list(tree_flatten(crumb.model.parameters())))
-    nn.quantize(model, group_size=64, bits=4)
-    config["quantization"] = config["quantization_config"] = {"group_size": 64, "bits": 4}
-    weights = dict(tree_flatten(model.parameters()))
+    weights = dict(tree_flatten(crumb.model.parameters()))
     path = tmp_path_factory.mktemp("quantised") / "crumb4"
-    return write_checkpoint(path, config, weights, 1)
+    return write_quantised(path, crumb.config.raw, weights, 64)
 
 
 def test_a_quantised_copy_agrees_with_mlx_lm(crumb, quantised: Path) -> None:

@@ -14,7 +14,7 @@ from mlx_lm.models import switch_layers
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from tests.model.checkpoints import SIZES, open_model, random_weights, write_checkpoint
+from tests.model.checkpoints import SIZES, open_model, write_random
 from tests.model.moe_checkpoints import NAMES, K, write_moe
 from tests.model.published import write_published
 from tests.model.reference import OLD_MLX_LM
@@ -171,12 +171,7 @@ SHARED_SETTINGS = {
 @pytest.mark.skipif(OLD_MLX_LM, reason="these architectures are newer")
 @pytest.mark.parametrize("name", SHARED_SETTINGS)
 def test_a_k_among_settings_that_layers_share(name: str, tmp_path: Path, monkeypatch) -> None:
-    from importlib import import_module
-
-    architecture = import_module(f"mlx_lm.models.{name}")
-    config = {"model_type": name, **SIZES, **SHARED_SETTINGS[name]}
-    model = architecture.Model(architecture.ModelArgs.from_dict(config))
-    path = write_checkpoint(tmp_path / "m", config, random_weights(model, 0.2), 1)
+    path = write_random(tmp_path / "m", {"model_type": name, **SIZES, **SHARED_SETTINGS[name]})
     engine, other = opened(path, ExpertsOptions("little")), opened(path)
     count = len(engine.experts.blocks)
     engine.experts.decide(NO_WISH)

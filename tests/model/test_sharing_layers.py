@@ -17,7 +17,7 @@ from mlx.utils import tree_map
 from mlx_lm.models import gemma4_text
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from tests.model.checkpoints import open_model, random_weights, write_checkpoint
+from tests.model.checkpoints import open_model, write_random
 from tests.model.reference import held_by
 from tests.model.test_last_token import check_same
 from tests.model.test_native_blocks import counted
@@ -126,9 +126,7 @@ def test_the_last_position_alone(case: str, alone: Sequence[int]) -> None:
 def test_a_prompt_is_read_in_one_pass(case: str, tmp_path: Path) -> None:
     """Its last token with the others, to the bit as by itself, and through sliding windows."""
     config = SIZES | CASES[case] | {"vocab_size": 4096, "vocab_size_per_layer_input": 4096}
-    model = gemma4_text.Model(gemma4_text.ModelArgs.from_dict(config))
-    path = write_checkpoint(tmp_path / "m", config, random_weights(model, 0.2), 1)
-    engine = open_model(path, native="require")
+    engine = open_model(write_random(tmp_path / "m", config), native="require")
     assert check_same(engine, 2) == [2]
     assert check_same(engine, 24, 16) == [16, 24]
     assert check_same(engine, 70) == [69, 70]  # more than a window has

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from tests.model.checkpoints import SIZES, baked, open_store, random_weights, write_checkpoint
+from tests.model.checkpoints import SIZES, baked, open_store, write_random
 from tests.model.published import write_published
 from tests.model.test_streaming import alike, answer
 from tests.native_library import native_cache, native_path, needed
@@ -128,11 +128,8 @@ def test_experts_of_16_bits_in_slots(tmp_path: Path, by_expert: bool) -> None:
 
 def test_a_matrix_that_the_architecture_reads_is_widened(tmp_path: Path) -> None:
     """Its head is `h @ self.model.embed_tokens.weight.T`."""
-    from mlx_lm.models import seed_oss
-
     config = {"model_type": "seed_oss", "tie_word_embeddings": True, **SIZES}
-    model = seed_oss.Model(seed_oss.ModelArgs.from_dict(config))
-    path = write_checkpoint(tmp_path / "seed", config, random_weights(model, 0.2), 1)
+    path = write_random(tmp_path / "seed", config)
     kept, wide = narrow_and_wide(path, lambda n: Wish())
     table = "model.embed_tokens.weight"
     assert kept.holdings.loaded_dtype(table) == mx.float32
