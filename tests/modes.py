@@ -19,12 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.model.checkpoints import baked, open_model
+from tests.model.checkpoints import baked, open_model, read
 from tests.model.test_transformers import NAMES, recorded, write
 from tests.oracle.cases import VOCAB
 from toastkit.engine.batch import Batch, can_batch
 from toastkit.engine.engine import Engine
-from toastkit.engine.state import ModelState
 from toastkit.errors import ToastError
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.experts.slot_options import SlotOptions
@@ -67,9 +66,7 @@ def checkpoint(folder: Path, name: str, bits: int | None) -> Path:
 def answer(engine: Engine, prompt: list[int], chunk: int = 16) -> np.ndarray:
     """Logits, float32 (1 + len(NEXT), VOCAB): after the prompt, and after each token that follows,
     every other one of which was looked ahead to."""
-    state = ModelState(engine.new_cache())
-    for _ in engine.reading(state, prompt, lambda: chunk):
-        pass
+    state = read(engine, prompt, chunk)
     found = [np.array(state.logits)]
     for n, token in enumerate(NEXT):
         if n % 2:
@@ -82,10 +79,8 @@ def answer(engine: Engine, prompt: list[int], chunk: int = 16) -> np.ndarray:
 
 def together(engine: Engine, prompt: list[int]) -> np.ndarray:
     """The same of a state that steps beside two others, but for its prompt."""
-    states = [ModelState(engine.new_cache()) for _ in range(3)]
-    for state, length in zip(states, (3, len(prompt), len(prompt) // 2)):
-        for _ in engine.reading(state, prompt[:length]):
-            pass
+    lengths = (3, len(prompt), len(prompt) // 2)
+    states = [read(engine, prompt[:length], None) for length in lengths]
     batch, found = Batch(engine), []
     batch.join(states)
     for token in NEXT:

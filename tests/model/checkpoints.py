@@ -1,8 +1,10 @@
-"""Small random checkpoints, written as mlx_lm.convert writes them; and how tests open any."""
+"""Small random checkpoints, written as mlx_lm.convert writes them; and how tests open and read
+any."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from mlx.utils import tree_flatten
 
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
+from toastkit.engine.state import ModelState
+from toastkit.holdings.policy import NO_WISH, Wish
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.store.bake import bake
@@ -43,6 +47,30 @@ def open_crumb(**options: Any) -> Engine:
     """The embedded model, native where commands would have it so: by MLX alone a prompt of forty
     tokens takes ten times as long, and a step twice. options: of open_engine."""
     return open_model("crumb", **{"native": "auto", **options})
+
+
+def read(engine: Engine, ids: Sequence[int], chunk: int | None = 16) -> ModelState:
+    """A new state that has read a prompt, so many tokens at a time."""
+    state = ModelState(engine.new_cache())
+    for _ in engine.reading(state, ids, lambda: chunk):
+        pass
+    return state
+
+
+def logits_after(
+    engine: Engine,
+    state: ModelState,
+    tokens: Iterable[int],
+    before: Callable[[int], Wish] = lambda n: NO_WISH,
+) -> list[mx.array]:
+    """Logits of a state, and after each of the tokens that follow. before: what is wished for of
+    the n-th step."""
+    found = [state.logits]
+    for n, token in enumerate(tokens):
+        engine.consume(state, token, before(n))
+        found.append(state.logits)
+    mx.eval(found)
+    return found
 
 
 def baked(model: ModelFiles | Path | str, out: Path, **options: Any) -> Path:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from tests.model.checkpoints import open_model
+from tests.model.checkpoints import open_model, read
 from tests.model.moe_checkpoints import write_moe
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
@@ -45,14 +45,6 @@ def engines(folder: Path) -> Made:
 def prompt_of(engine: Engine, count: int = 40) -> list[int]:
     """Longer than a window of those that have one."""
     return [(37 * n + 5) % engine.vocab for n in range(count)]
-
-
-def read(engine: Engine, ids: Sequence[int], chunk: int = 16) -> ModelState:
-    """A state after a prompt."""
-    state = ModelState(engine.new_cache())
-    for _ in engine.reading(state, ids, lambda: chunk):
-        pass
-    return state
 
 
 _states: WeakKeyDictionary[Engine, dict[tuple[int, ...], ModelState]] = WeakKeyDictionary()

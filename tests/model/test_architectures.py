@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from tests.model.checkpoints import open_model, open_store, same
+from tests.model.checkpoints import open_model, open_store, read, same
 from tests.model.published import NAMES, checkpoint, write_published
 from toastkit.engine.state import ModelState
 from toastkit.model.config import fingerprint
@@ -132,17 +132,14 @@ def test_a_resumed_session_goes_on_as_if_never_saved(made: Made, tmp_path: Path)
     for mine, expected in zip(run(made, whole, 3), run(made, live, 3)):
         assert mx.array_equal(mine, expected)
     assert whole.tokens == live.tokens
-    again = ModelState(made.engine.new_cache())
-    list(made.engine.reading(again, ids))
+    again = read(made.engine, ids, None)
     check_close(further.logits, again.logits, CHUNKED)
 
 
 @KINDS
 @pytest.mark.skipif(not host_writes(), reason="the device's memory is its own")
 def test_looking_ahead_changes_nothing(made: Made) -> None:
-    plain, ahead = ModelState(made.engine.new_cache()), ModelState(made.engine.new_cache())
-    for state in (plain, ahead):
-        list(made.engine.reading(state, PROMPT))
+    plain, ahead = (read(made.engine, PROMPT, None) for _ in range(2))
     for token in (9, 2000, 31):
         made.engine.look_ahead(ahead)
         ahead.take_back()

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.model.checkpoints import open_model
+from tests.model.checkpoints import open_model, read
 from tests.model.published import NAMES, write_published
 from tests.model.reference import OLD_MLX_LM
 from toastkit.engine.batch import Batch, can_batch
@@ -54,12 +54,7 @@ class Pair:
 
     def __init__(self, engine: Any, count: int, first: int = 5):
         self.engine = engine
-        self.twin, self.alone = self._read(prompt(count, first)), self._read(prompt(count, first))
-
-    def _read(self, ids: list[int]) -> ModelState:
-        state = ModelState(self.engine.new_cache())
-        list(self.engine.reading(state, ids))
-        return state
+        self.twin, self.alone = (read(engine, prompt(count, first), None) for _ in range(2))
 
     def step_alone(self, token: int) -> None:
         self.engine.consume(self.alone, token)

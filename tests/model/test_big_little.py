@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from tests.model.checkpoints import open_model
-from tests.model.moe_engines import MIDDLE, Made, arrays, prompt_of, read, read_once, same
+from tests.model.checkpoints import open_model, read
+from tests.model.moe_engines import MIDDLE, Made, arrays, prompt_of, read_once, same
 from toastkit.engine.big_little import confidence
 from toastkit.engine.engine import Engine
 from toastkit.engine.geared import score_in_gears, score_in_steps

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from tests.model.checkpoints import baked, open_model, open_store
+from tests.model.checkpoints import baked, logits_after, open_model, open_store, read
 from tests.model.moe_checkpoints import write_moe
-from tests.model.moe_engines import read
 from tests.model.published import write_published
 from tests.model.test_streaming import NEXT, alike
 from toastkit.engine.batch import Batch
@@ -51,13 +50,7 @@ def opened(path: Path | str, amount: int | str | None = None, **rest) -> Engine:
 
 def answer(engine: Engine, chunk: int = 16, wish: Wish = NO_WISH) -> list[mx.array]:
     """Logits after the prompt, read in chunks, and after each token that follows."""
-    state = read(engine, PROMPT, chunk)
-    found = [state.logits]
-    for token in NEXT:
-        engine.consume(state, token, wish)
-        found.append(state.logits)
-    mx.eval(found)
-    return found
+    return logits_after(engine, read(engine, PROMPT, chunk), NEXT, lambda n: wish)
 
 
 def deepseek(path: Path) -> Path:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from tests.model.moe_engines import read
+from tests.model.checkpoints import read
 from tests.model.published import write_published
 from tests.model.test_expert_slots import PROMPT, answer, opened
 from tests.model.test_streaming import alike

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import cache as mlx_caches
 
-from tests.model.checkpoints import open_model, open_store
+from tests.model.checkpoints import open_model, open_store, read
 from tests.model.moe_checkpoints import written
 from tests.model.moe_engines import batched_and_alone
 from tests.model.reference import held_by
@@ -51,14 +51,6 @@ def opened(path: Path, name: str, kv_bits: int | None = 16, native: str = "requi
 
 def ids(count: int) -> list[int]:
     return [(37 * n + 5) % 4096 for n in range(count)]
-
-
-def read(engine: Engine, count: int, chunk: int = 16) -> ModelState:
-    """A state after a prompt of so many tokens."""
-    state = ModelState(engine.new_cache())
-    for _ in engine.reading(state, ids(count), lambda: chunk):
-        pass
-    return state
 
 
 def answer(engine: Engine, state: ModelState, count: int = 4) -> list[np.ndarray]:
@@ -220,12 +212,12 @@ def test_models(tmp_path: Path, name: str) -> None:
     """Logits are as close as rounding lets them be; with MLX's attention the same; chunks of any
     size come to the same bits."""
     wide = opened(tmp_path, name, 32)
-    theirs = read(wide, 45)
+    theirs = read(wide, ids(45))
     expected, plain = answer(wide, theirs, 2), kv_caches.leaves(theirs.cache)
     assert {a.dtype for a in keys_of(theirs.cache)} == {mx.float32}
     for bits in (16, 8):
         kept = opened(tmp_path, name, bits)
-        ours = read(kept, 45)
+        ours = read(kept, ids(45))
         assert {array.dtype for array in keys_of(ours.cache)} == {KEPT[bits]}
         for a, b in zip(kv_caches.leaves(ours.cache), plain):
             if hasattr(a, "cache"):  # recurrent
@@ -237,11 +229,11 @@ def test_models(tmp_path: Path, name: str) -> None:
             return  # which experts are chosen there hangs on less
         check_close(found, expected, CLOSE[bits])
         for chunk in (7, 64):
-            again = answer(kept, read(kept, 45, chunk), 2)
+            again = answer(kept, read(kept, ids(45), chunk), 2)
             check_close(again, found, ROUNDING[bits])
             assert name not in IN_CHUNKS or np.array_equal(again, found)
         off = opened(tmp_path, name, bits, native="off")
-        check_close(answer(off, read(off, 45), 2), found, ROUNDING[bits])
+        check_close(answer(off, read(off, ids(45)), 2), found, ROUNDING[bits])
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -262,7 +254,7 @@ def test_native_attention_reads_them_as_they_lie(
     for name in ("llama", "deepseek_v3"):
         engine = opened(tmp_path, name, bits)
         seen.clear()
-        answer(engine, read(engine, 20), 2)
+        answer(engine, read(engine, ids(20)), 2)
         few = {found[1:] for found in seen if found[0] == 1}
         assert few == {(KEPT[bits], KEPT[bits])}
         if name == "llama":
@@ -355,7 +347,7 @@ def test_sessions_go_on_in_other_bits(tmp_path: Path, name: str, before: int, af
             pass
         found = answer(second, state)
         state.commit()
-    never_saved = answer(second, read(second, 61))
+    never_saved = answer(second, read(second, ids(61)))
     close = CLOSE[min(before, after)] if before != after else ROUNDING[after]
     check_close(found, never_saved, close)
     assert before != after or name not in IN_CHUNKS or np.array_equal(found, never_saved)

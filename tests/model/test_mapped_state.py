@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from mlx_lm.models import cache as mlx_caches
 
 from tests.conftest import examples
-from tests.model.test_kv_bits import answer, keys_of, opened, read
+from tests.model.checkpoints import read
+from tests.model.test_kv_bits import answer, keys_of, opened
 from tests.model.test_kv_bits import ids as prompt
 from tests.native_library import built, cache, library, needed
 from toastkit.engine.savepoints import copy_caches, take_savepoint
@@ -161,12 +162,12 @@ def test_an_engine_goes_on_in_place(tmp_path: Path, name: str, kv_bits: int) -> 
         found = answer(engine, state)
         assert any(is_mapped(array) for array in keys_of(state.cache))
         state.commit()
-    assert np.array_equal(found, answer(engine, read(engine, 61)))
+    assert np.array_equal(found, answer(engine, read(engine, prompt(61))))
     with Session.open(tmp_path / "s", MODEL, write=False) as session:
         state, count = engine.restore(session, session.tokens)
         assert count == 65 and np.array_equal(np.array(state.logits), found[-1])
         again = answer(engine, state)
-    other = read(engine, 61)
+    other = read(engine, prompt(61))
     for _ in range(2):
         answers = answer(engine, other)
     assert np.array_equal(again, answers)
@@ -191,7 +192,7 @@ def test_recurrent_states_are_read_in_place(tmp_path: Path) -> None:
         before = [np.array(array) for array in states]
         for _ in engine.reading(state, prompt(count)):
             pass
-        assert np.array_equal(answer(engine, state), answer(engine, read(engine, count)))
+        assert np.array_equal(answer(engine, state), answer(engine, read(engine, prompt(count))))
         for array, was in zip(states, before):
             assert np.array_equal(np.array(array), was)
 

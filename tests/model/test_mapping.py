@@ -17,13 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.model.checkpoints import baked, open_store, quantised_qwen3, tied_llama
+from tests.model.checkpoints import baked, open_store, quantised_qwen3, read, tied_llama
 from tests.model.moe_checkpoints import write_moe
 from tests.model.test_streaming import NEXT, PROMPT, alike, answer
 from tests.native_library import built, cache, library, needed
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
-from toastkit.engine.state import ModelState
 from toastkit.errors import DataError
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.gear_policy import GearPolicy
@@ -115,9 +114,7 @@ def test_mapped_tensors_are_those_that_were_read(
 
 def play(of: Engine) -> tuple[list[int], list[mx.array]]:
     """Ids and logits after the prompt and each of some steps."""
-    state = ModelState(of.new_cache())
-    for _ in of.reading(state, PROMPT, lambda: 16):
-        pass
+    state = read(of, PROMPT)
     ids, logits = [], [state.logits]
     for _ in range(12):
         ids.append(int(mx.argmax(state.logits)))
@@ -197,8 +194,7 @@ def test_a_file_that_is_replaced_stays_whole(tmp_path: Path) -> None:
 def test_a_file_that_is_written_to_is_an_error(tmp_path: Path) -> None:
     file = baked("crumb", tmp_path / "m.toast")
     of = engine(file)
-    state = ModelState(of.new_cache())
-    list(of.reading(state, PROMPT))
+    state = read(of, PROMPT)
     with open(file, "r+b") as written:
         written.seek(-100, os.SEEK_END)
         written.write(b"\xff")

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from tests.model.checkpoints import open_model
+from tests.model.checkpoints import logits_after, open_model, read
 from tests.model.moe_checkpoints import written
 from tests.model.moe_engines import batched_and_alone
 from tests.native_library import built, cache, library, needed
 from toastkit.engine.engine import Engine
-from toastkit.engine.state import ModelState
 from toastkit.native import operations
 from toastkit.native.layers import blocks
 from toastkit.native.library import Library, use
@@ -167,7 +166,7 @@ def test_what_only_mlx_has_is_left_to_it(library: Library) -> None:
 MODELS = (
     "llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "falcon_h1", "phi3", "olmoe",
 )  # fmt: skip
-NEXT = (11, 12, 13, 14)
+PROMPT, NEXT = [(37 * n + 5) % 4096 for n in range(45)], (11, 12, 13, 14)
 
 
 def opened(path: Path, name: str) -> Engine:
@@ -176,23 +175,9 @@ def opened(path: Path, name: str) -> Engine:
     return open_model(written(path, name), native="require", native_exact=True)
 
 
-def read(engine: Engine, count: int, chunk: int = 16) -> ModelState:
-    """A state after a prompt of so many tokens."""
-    state = ModelState(engine.new_cache())
-    for _ in engine.reading(state, [(37 * n + 5) % 4096 for n in range(count)], lambda: chunk):
-        pass
-    return state
-
-
 def answer(engine: Engine, chunk: int = 16) -> list[mx.array]:
     """Logits after a prompt of 45 tokens, and after each of those that follow."""
-    state = read(engine, 45, chunk)
-    found = [state.logits]
-    for token in NEXT:
-        engine.consume(state, token)
-        found.append(state.logits)
-    mx.eval(found)
-    return found
+    return logits_after(engine, read(engine, PROMPT, chunk), NEXT)
 
 
 @pytest.mark.parametrize("name", MODELS)

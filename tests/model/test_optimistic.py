@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.model.moe_engines import arrays, read, read_once, same
+from tests.model.checkpoints import read
+from tests.model.moe_engines import arrays, read_once, same
 from tests.model.published import write_published
 from tests.model.test_expert_slots import CHOSEN, EXPERTS, NEXT, PROMPT, Lazily, opened
 from tests.model.test_streaming import alike

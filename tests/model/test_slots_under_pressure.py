@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.model.checkpoints import open_store
-from tests.model.moe_engines import read, read_once
+from tests.model.checkpoints import open_store, read
+from tests.model.moe_engines import read_once
 from tests.model.published import write_published
 from tests.model.test_expert_slots import CHOSEN, EXPERTS, PROMPT, deepseek, opened
 from tests.model.test_streaming import MIB, Readings, alike

@@ -14,8 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.model.checkpoints import baked, open_model, open_store, tied_llama
-from tests.model.moe_engines import read
+from tests.model.checkpoints import baked, logits_after, open_model, open_store, read, tied_llama
 from tests.model.published import write_published
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
@@ -23,7 +22,7 @@ from toastkit.engine.state import ModelState
 from toastkit.errors import UsageError
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.gear_policy import GearPolicy
-from toastkit.holdings.policy import Wish
+from toastkit.holdings.policy import NO_WISH, Wish
 from toastkit.native.starting import NativeOptions
 from toastkit.residency.residency_options import PLACEMENTS, ResidencyOptions
 from toastkit.residency.residency_policy import ResidencyPolicy
@@ -48,19 +47,9 @@ def streaming(
     return open_model(path, residency=options, gear_options=gears, native=native)
 
 
-def read_prompt(engine: Engine) -> ModelState:
-    return read(engine, PROMPT)
-
-
-def answer(engine: Engine, before: Callable[[int], Wish] = lambda n: Wish()) -> list[mx.array]:
+def answer(engine: Engine, before: Callable[[int], Wish] = lambda n: NO_WISH) -> list[mx.array]:
     """Logits after the prompt and after each token that follows."""
-    state = read_prompt(engine)
-    found = [state.logits]
-    for n, token in enumerate(NEXT):
-        engine.consume(state, token, before(n))
-        found.append(state.logits)
-    mx.eval(found)
-    return found
+    return logits_after(engine, read(engine, PROMPT), NEXT, before)
 
 
 def alike(a: list[mx.array], b: list[mx.array]) -> bool:
@@ -109,7 +98,7 @@ def test_what_was_dropped_has_left(crumb_by_mlx) -> None:
     base = mx.get_active_memory()
     engine = streaming("layers", 2, placement="first", native="off")
     sizes = engine.residency.sizes
-    state = read_prompt(engine)
+    state = read(engine, PROMPT)
     for token in NEXT:
         engine.consume(state, token)
         mx.eval(state.logits)
@@ -139,7 +128,7 @@ def test_a_pass_reads_each_absent_layer_once_and_in_order(monkeypatch: pytest.Mo
         lambda self, reading: (ran.append(reading.moves[0][0].layer), bring(self, reading))[1],
     )
     opened = store.reader.bytes_read
-    state = read_prompt(engine)  # two chunks, and the last token
+    state = read(engine, PROMPT)  # two chunks, and the last token
     ahead = store.reader.bytes_read - opened - 3 * sum(of_layer[3:])
     assert ran == [*range(3, 8)] * 3
     assert 0 <= ahead <= 4 * max(of_layer)  # of the pass that comes
@@ -187,9 +176,7 @@ def test_gears_have_all_bits_of_the_file(tmp_path: Path) -> None:
     for resident in ("all", 0):
         residency = None if resident == "all" else ResidencyOptions("layers", 0)
         engine = open_model(path, dtype="bfloat16", gear_options=options, residency=residency)
-        state = ModelState(engine.new_cache())
-        for _ in engine.reading(state, PROMPT):
-            pass  # in high gear
+        state = read(engine, PROMPT, None)  # in high gear
         engine.consume(state, 9)
         found.append(np.array(state.logits))
         engine.close()
@@ -206,7 +193,7 @@ def test_a_budget_holds_everything() -> None:
     whole = sizes.outside + sum(sizes.layers)
     for budget in (least, (least + whole) // 2, whole + 8 * MIB):
         engine = streaming("bytes", budget)
-        state = read_prompt(engine)
+        state = read(engine, PROMPT)
         for token in NEXT:
             engine.consume(state, token)
             assert engine.ledger.total() <= budget
@@ -241,7 +228,7 @@ def test_layers_count_as_what_they_take_in_a_fixed_gear(
     engine.ledger.add = lambda owner, count: (add(owner, count), seen())[0]  # type: ignore
     engine.holdings.streams.watch = lambda index, ran: seen()
     for _ in range(2):
-        read_prompt(engine)
+        read(engine, PROMPT)
         counts.append(len(engine.residency.resident))
         assert alike(answer(engine, lambda n: Wish(gears[n])), wanted)
         counts.append(len(engine.residency.resident))
@@ -261,7 +248,7 @@ def test_layers_give_way_to_caches(crumb) -> None:
     budget += int(sizes.cache_per_token * 1024) + MIB
     engine = streaming("bytes", budget)
     first = len(engine.residency.resident)
-    states = [read_prompt(engine) for _ in range(8)]
+    states = [read(engine, PROMPT) for _ in range(8)]
     wanted = answer(crumb)[1]
     for state in states:
         engine.consume(state, NEXT[0])
@@ -271,7 +258,7 @@ def test_layers_give_way_to_caches(crumb) -> None:
     states.clear()
     del state
     engine.begin_run()
-    read_prompt(engine)
+    read(engine, PROMPT)
     assert len(engine.residency.resident) == first and engine.ledger.total() <= budget
     engine.close()
 
@@ -294,7 +281,7 @@ def test_layers_follow_memory(expected, monkeypatch: pytest.MonkeyPatch) -> None
     readings = Readings(4 << 30)
     policy = ResidencyPolicy(ResidencyOptions("auto"), readings)
     engine = Engine(open_store("crumb"), [policy], dtype="float32", native=NativeOptions("auto"))
-    counts, state, tokens = [], read_prompt(engine), iter(NEXT * 20)
+    counts, state, tokens = [], read(engine, PROMPT), iter(NEXT * 20)
 
     def run(steps: int) -> int:
         for _ in range(steps):
@@ -312,7 +299,7 @@ def test_layers_follow_memory(expected, monkeypatch: pytest.MonkeyPatch) -> None
     assert run(10) <= 4
     report = policy.report()
     assert report["shed"] >= 8 and report["grown"] >= 1
-    state = read_prompt(engine)
+    state = read(engine, PROMPT)
     for n, token in enumerate(NEXT):
         engine.consume(state, token)
         assert mx.array_equal(state.logits, expected[n + 1]).item()
@@ -350,7 +337,7 @@ def test_states_step_together_over_streamed_layers(crumb_by_mlx) -> None:
     """One reading of the layers for all of them."""
     results = []
     for engine in (crumb_by_mlx, streaming(native="off")):
-        states = [read_prompt(engine), ModelState(engine.new_cache())]
+        states = [read(engine, PROMPT), ModelState(engine.new_cache())]
         engine.consume(states[1], 17)
         batch = Batch(engine)
         batch.join(states)
@@ -367,7 +354,7 @@ def test_a_session_goes_on_with_other_layers(crumb, expected, tmp_path: Path) ->
     """Kept by a model that streams, restored by one that does not, and the other way round."""
     for n, (writer, reader) in enumerate(((streaming(), crumb), (crumb, streaming("layers", 4)))):
         session = Session.open(tmp_path / str(n), MODEL)
-        state = read_prompt(writer)
+        state = read(writer, PROMPT)
         state.session = session
         writer.consume(state, NEXT[0])
         state.commit()

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from tests.model.checkpoints import read
 from tests.model.published import write_published
 from tests.model.test_streaming import (
     MODEL,
@@ -18,7 +19,6 @@ from tests.model.test_streaming import (
     alike,
     answer,
     layer_bytes,
-    read_prompt,
     streaming,
 )
 from toastkit.engine.engine import Engine
@@ -66,9 +66,9 @@ def test_a_pass_that_fails_leaves_the_state_as_it_was(
     gives what it would have given."""
     engine = streaming(path=write_published(tmp_path / name, name))
     wanted = answer(engine)
-    state = read_prompt(engine)
+    state = read(engine, PROMPT)
     found = [state.logits]
-    reads = in_turn(engine, read_prompt(engine), NEXT[0], disk)
+    reads = in_turn(engine, read(engine, PROMPT), NEXT[0], disk)
     for token in NEXT:
         for left in (0, reads // 2):
             engine.holdings.streams.forget_ahead()
@@ -86,7 +86,7 @@ def test_a_pass_that_fails_leaves_the_state_as_it_was(
 def test_a_prompt_that_fails_half_way_can_be_read_on(disk: Disk) -> None:
     engine = streaming()
     wanted = answer(engine)
-    reads = in_turn(engine, read_prompt(engine), NEXT[0], disk)
+    reads = in_turn(engine, read(engine, PROMPT), NEXT[0], disk)
     state = ModelState(engine.new_cache())
     passes = engine.reading(state, PROMPT, lambda: 16)
     next(passes)
@@ -113,7 +113,7 @@ def test_a_shift_that_fails_can_be_made_again(disk: Disk, monkeypatch: pytest.Mo
     assert 0 < count < 8
     disk.left = 0
     with pytest.raises(IOFailure):
-        read_prompt(engine)
+        read(engine, PROMPT)
     assert engine.gears.gear == "low" and not engine.residency.resident
     disk.left = None
     assert alike(answer(engine), wanted)
@@ -138,7 +138,7 @@ def test_files_that_change_in_mid_run(
     path = write_published(tmp_path / "llama", "llama")
     engine = streaming(path=path)
     session = Session.open(tmp_path / "session", MODEL)
-    state = read_prompt(engine)
+    state = read(engine, PROMPT)
     harm(next(path.glob("*.safetensors")))
     with pytest.raises(kind, match=words):
         for token in NEXT:

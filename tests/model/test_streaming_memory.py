@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cgroups import memory_group
+from tests.model.checkpoints import read
 
 MIB = 1 << 20
 # Prints how many layers of one model stay after so many tokens, and how many experts of each layer
@@ -77,8 +78,6 @@ def ask(model: subprocess.Popen, tokens: int) -> tuple[int, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
 def test_a_hog_comes_and_goes(crumb) -> None:
-    from toastkit.engine.state import ModelState
-
     with memory_group(1200 * MIB) as group:
         procs = str(group / "cgroup.procs")
         model = child(MODEL, procs)
@@ -103,9 +102,7 @@ def test_a_hog_comes_and_goes(crumb) -> None:
                     process.communicate()
     import mlx.core as mx
 
-    state = ModelState(crumb.new_cache())
-    for _ in crumb.reading(state, [1, 2, 3]):
-        pass
+    state = read(crumb, [1, 2, 3])
     for _ in range(13):
         crumb.consume(state, int(mx.argmax(state.logits).item()))
     assert list(map(int, out.split())) == state.tokens
