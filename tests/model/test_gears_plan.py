@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +35,15 @@ SCOPES = ("attention", "all")
 MODELS = ("qwen3_next", "qwen3_moe", "falcon_h1")
 
 
-def complain(line: str) -> None:
-    raise AssertionError(line)
-
-
 def planned(files: ModelFiles, scope: str, *rest: Any) -> Plan:
-    return plan(open_store(files), scope, *rest, explain=complain)
+    return plan(open_store(files), scope, *rest, explain=pytest.fail)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory):
     """made(name): the files of a model, written once."""
-    known: dict[str, ModelFiles] = {"crumb": locate("crumb")}
-
-    def make(name: str) -> ModelFiles:
-        if name not in known:
-            path = tmp_path_factory.mktemp("planned") / name
-            known[name] = locate(str(write_published(path, name)))
-        return known[name]
-
-    return make
+    folder = tmp_path_factory.mktemp("planned")
+    return cache(lambda name: locate(str(write_published(folder / name, name))))
 
 
 def sizes(model: Any) -> dict[str, int]:
@@ -221,5 +211,5 @@ def test_nothing_is_read() -> None:
     store = open_store("crumb")
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    plan(store, "all", types=Loading("float32"), explain=complain)
+    plan(store, "all", types=Loading("float32"), explain=pytest.fail)
     assert mx.get_peak_memory() - before < 1 << 16

@@ -12,24 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.native_library import native_cache, native_path, needed
+from tests.native_library import cache, library, native_path, needed
 from toastkit.errors import UnavailableError
 from toastkit.native import starting
 from toastkit.native.building import libraries, probe, ready
-from toastkit.native.library import Library, load
+from toastkit.native.library import Library
 
+__all__ = ["cache", "library"]
 pytestmark = needed
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+def path(cache: Path) -> str:
     """Of the library."""
-    return str(native_path(native_cache(tmp_path_factory)))
-
-
-@pytest.fixture(scope="module")
-def library(path: str) -> Library:
-    return load(path)
+    return str(native_path(cache))
 
 
 def test_the_probe(library: Library, path: str, tmp_path: Path) -> None:

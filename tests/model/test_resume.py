@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -36,17 +37,8 @@ def bare(cache: list, count: int) -> Savepoint:
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory, mlx_started) -> Callable:
     """Random models by architecture, each made once."""
-    from toastkit.engine.engine import Engine
-
-    made: dict = {}
-
-    def engine(name: str) -> Engine:
-        if name not in made:
-            path = write_published(tmp_path_factory.mktemp("published") / name, name)
-            made[name] = open_model(path)
-        return made[name]
-
-    return engine
+    folder = tmp_path_factory.mktemp("published")
+    return cache(lambda name: open_model(write_published(folder / name, name)))
 
 
 def read(engine, cache: list, ids: list[int]) -> np.ndarray:
