@@ -6,15 +6,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from toastkit.errors import (
-    NoInputError,
-    ToastError,
-    UsageError,
-    from_os_error,
-)
+from toastkit.errors import NoInputError, ToastError, UsageError, from_os_error
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.hub import cached_snapshot, hub_cache, hub_id_of, is_hub_id, repository
@@ -22,8 +17,7 @@ from toastkit.model.locate import find, models_home
 from toastkit.model.toast_format import SUFFIX
 
 
-@dataclass(frozen=True)
-class Listed:
+class Listed(NamedTuple):
     """One model. name: what -m takes. size: bytes of its weight files. where: the directory or the
     file. source: "own", "hub" or "embedded"."""
 
@@ -101,8 +95,7 @@ def _named(name: str, path: Path | None) -> ModelFiles:
 # --------------------------------------------------------------------------------------- remove
 
 
-@dataclass(frozen=True)
-class Removal:
+class Removal(NamedTuple):
     """What `rm` would delete. name: as `list` has it, even if a path was given. size: bytes on the
     disk. paths: the last one may be missing."""
 
