@@ -20,7 +20,6 @@ from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.sampling.threefry import uniform, uniform_at
 
 __all__ = ["cache", "library"]
-NO_IDS = mx.array([], mx.int32)
 
 
 @pytest.fixture(params=["mlx", pytest.param("native", marks=needed)], autouse=True)

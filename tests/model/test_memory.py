@@ -61,12 +61,6 @@ def ask(engines: Engines, driver: Driver, messages: list, name: str = "crumb", *
     return asked
 
 
-def savepoints_in(driver: Driver) -> list[int]:
-    """Positions in the only state that is kept."""
-    (kept,) = driver.kept
-    return [point.count for point in kept.savepoints]
-
-
 # ---------------------------------------------------------------------------------------- one chat
 
 
