@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +15,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 from tests.model.reference import OLD_MLX_LM, held_by
-from tests.model.test_native_blocks import counted, library
+from tests.model.test_native_blocks import both_ways, counted, library
 from tests.model.test_native_operations import alike
 from tests.native_library import needed, operations_of
 from toastkit.native.kv_caches import Room, keep_in
@@ -108,12 +107,6 @@ def passes(
     return made + [x for cache in caches for x in held_by(cache)]
 
 
-def of_the_architecture(make: Any) -> Any:
-    """The same, whose layers are many operations, attention that of mlx_lm."""
-    with patch.object(blocks.Layer, "natively", lambda *_: None):
-        return make()
-
-
 @BATCHES
 @each(KEPT)
 def test_whose_latent_is_kept(case: tuple, batch: int, bits: int) -> None:
@@ -121,10 +114,9 @@ def test_whose_latent_is_kept(case: tuple, batch: int, bits: int) -> None:
     sums are others."""
     own = layers(*case, bits)
     arrays = case[0] != "mistral4"
-    with counted() as counts:
-        made = passes(own, batch, arrays=arrays)
-    assert counts == {"one": len(own) * 2, "two": len(own) * 2}
-    wanted = of_the_architecture(lambda: passes(own, batch, arrays=arrays))
+    made, wanted = both_ways(
+        lambda: passes(own, batch, arrays=arrays), one=len(own) * 2, two=len(own) * 2
+    )
     close = 1e-3 if bits else 1e-5  # activations in 8 bits differ, where sums do
     assert all(alike(a, b, close * max(1, mx.abs(b).max().item())) for a, b in zip(made, wanted))
 
@@ -145,10 +137,7 @@ def test_one_position_to_the_bit(case: tuple, batch: int, bits: int) -> None:
             made += [passed(layer, x, None, cache), *held_by(cache)]
         return made
 
-    with counted() as counts:
-        made = stepped()
-    assert counts == {"one": 1, "two": 0}
-    wanted = of_the_architecture(stepped)
+    made, wanted = both_ways(stepped, one=1, two=0)
     if case[0] == "mistral4":
         assert all(alike(a, b, 1e-4 + 1e-2 * bool(bits)) for a, b in zip(made, wanted))
     else:
@@ -159,11 +148,8 @@ def test_one_position_to_the_bit(case: tuple, batch: int, bits: int) -> None:
 @each(OPENED)
 def test_whose_heads_are_kept(case: tuple, batch: int, bits: int) -> None:
     own = layers(*case, bits)
-    with counted() as counts:
-        made = passes(own, batch, arrays=False)
-    assert counts == {"one": len(own) * 2, "two": len(own) * 2}
-    wanted = of_the_architecture(lambda: passes(own, batch, arrays=False))
-    assert all(map(mx.array_equal, made, wanted))
+    found = both_ways(lambda: passes(own, batch, arrays=False), one=len(own) * 2, two=len(own) * 2)
+    assert all(map(mx.array_equal, *found))
 
 
 @pytest.mark.parametrize("kept", [mx.float16, mx.int8])
@@ -171,11 +157,8 @@ def test_whose_heads_are_kept(case: tuple, batch: int, bits: int) -> None:
 def test_caches_that_keep_fewer_bits(case: tuple, kept: mx.Dtype) -> None:
     own = layers(*case, 4)
     arrays = case in KEPT
-    with counted() as counts:
-        made = passes(own, 2, kept, arrays)
-    assert counts == {"one": len(own) * 2, "two": len(own) * 2}
-    wanted = of_the_architecture(lambda: passes(own, 2, kept, arrays))
-    for a, b in zip(made, wanted):
+    times = {"one": len(own) * 2, "two": len(own) * 2}
+    for a, b in zip(*both_ways(lambda: passes(own, 2, kept, arrays), **times)):
         assert alike(a, b, 5e-2 * max(1, mx.abs(b).max().item()))
 
 
@@ -192,10 +175,7 @@ def test_rows_of_a_batch_that_begin_elsewhere(case: tuple) -> None:
             found.append(own[0](x, mask, cache)[:, 2 if n == 0 else 0 :])
         return found
 
-    with counted() as counts:
-        ours = made()
-    assert counts == {"one": 0, "two": 4}
-    assert all(alike(a, b, 1e-4) for a, b in zip(ours, of_the_architecture(made)))
+    assert all(alike(a, b, 1e-4) for a, b in zip(*both_ways(made, one=0, two=4)))
 
 
 @each([*KEPT[:3], *OPENED])

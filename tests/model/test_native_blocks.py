@@ -3,8 +3,9 @@ in many."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import eq
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +124,20 @@ def counted() -> Iterator[dict[str, int]]:
         counts.update(one=one.call_count, two=two.call_count)
 
 
+def in_many(make: Callable[[], Any]) -> Any:
+    """The same, whose layers are many operations, attention that of mlx_lm."""
+    with patch.object(blocks.Layer, "natively", lambda *_: None):
+        return make()
+
+
+def both_ways(make: Callable[[], list[mx.array]], **times: int) -> tuple[list[mx.array], ...]:
+    """With layers that are one operation, or two, so many times; and many."""
+    with counted() as counts:
+        made = make()
+    assert counts == times
+    return made, in_many(make)
+
+
 ALL = [(case, *rest) for case in CASES for rest in ((1, 4), (3, 0))]
 ALL += [(case, *rest) for case in ((qwen3, {}), (qwen3_moe, EXPERTS)) for rest in ((1, 0), (3, 4))]
 
@@ -132,24 +147,16 @@ ALL += [(case, *rest) for case in ((qwen3, {}), (qwen3_moe, EXPERTS)) for rest i
 )
 def test_one_operation_or_two_are_many(case: tuple, batch: int, bits: int) -> None:
     own = layers(*case, bits)
-    with counted() as counts:
-        made = passes(own, batch)
     # The first pass finds no room, and the one of 33 positions is not for one.
-    assert counts == {"one": len(own) * 3, "two": len(own) * 2}
-    with patch.object(blocks.Layer, "natively", lambda *_: None):
-        wanted = passes(own, batch)
-    assert all(map(mx.array_equal, made, wanted))
+    found = both_ways(lambda: passes(own, batch), one=len(own) * 3, two=len(own) * 2)
+    assert all(map(mx.array_equal, *found))
 
 
 @pytest.mark.parametrize("kept", [mx.float16, mx.int8])
 def test_caches_that_keep_fewer_bits(kept: mx.Dtype) -> None:
     own = layers(qwen3, {}, 4)
-    with counted() as counts:
-        made = passes(own, 2, kept)
-    assert counts == {"one": len(own) * 3, "two": len(own) * 2}
-    with patch.object(blocks.Layer, "natively", lambda *_: None):
-        wanted = passes(own, 2, kept)
-    assert all(map(mx.array_equal, made, wanted))
+    found = both_ways(lambda: passes(own, 2, kept), one=len(own) * 3, two=len(own) * 2)
+    assert all(map(mx.array_equal, *found))
 
 
 @pytest.mark.parametrize("kept", [mx.float32, mx.int8])
@@ -168,12 +175,9 @@ def test_scores_that_are_capped(kept: mx.Dtype) -> None:
             made.append(x)
         return made
 
-    with counted() as counts:
-        made = passes()
     ones = (*LENGTHS, 1).count(1)
-    assert counts == {"one": len(own) * ones, "two": len(own) * (len(LENGTHS) + 1 - ones)}
-    with patch.object(blocks.Layer, "natively", lambda *_: None):
-        wanted = passes()
+    twos = len(LENGTHS) + 1 - ones
+    made, wanted = both_ways(passes, one=len(own) * ones, two=len(own) * twos)
     assert all(alike(a, b, 1e-4 if kept == mx.float32 else 2e-2) for a, b in zip(made, wanted))
     own = layers(gemma2, {"attn_logit_softcapping": 1e4}, 4)
     assert not alike(passes()[0], made[0], 1e-2)
@@ -198,12 +202,8 @@ def test_queries_that_are_scaled(bits: int) -> None:
         return made + [x for cache in caches for x in held_by(cache)]
 
     for given, count in ({}, 3), ({"scaled": False}, 0), ({"odd": True}, 0):
-        with counted() as counts:
-            made = passes(**given)
-        assert counts == {"one": len(own) * count, "two": len(own) * 2 * bool(count)}
-        with patch.object(blocks.Layer, "natively", lambda *_: None):
-            wanted = passes(**given)
-        assert all(map(mx.array_equal, made, wanted))
+        times = {"one": len(own) * count, "two": len(own) * 2 * bool(count)}
+        assert all(map(mx.array_equal, *both_ways(partial(passes, **given), **times)))
 
 
 @pytest.mark.parametrize("kept", [mx.float32, mx.int8])
@@ -227,13 +227,9 @@ def test_caches_that_rotate(prompt: int, keep: int, kept: mx.Dtype) -> None:
         assert [(c.offset, c._idx) for c in caches] == [(c.offset, c._idx) for c in caches[:1]] * 2
         return [*made, *held, mx.array([caches[0].offset, caches[0]._idx])]
 
-    with counted() as counts:
-        made = steps()
-    # The prompt; and the step that cuts it, or finds no room yet and, behind the room, again.
-    assert counts["two"] == 2 * len(own) and counts["one"] == len(own) * (2 * size + 1)
-    with patch.object(blocks.Layer, "natively", lambda *_: None):
-        wanted = steps()
-    assert all(map(mx.array_equal, made, wanted))
+    # Two: the prompt; and the step that cuts it, or finds no room yet and, behind the room, again.
+    found = both_ways(steps, one=len(own) * (2 * size + 1), two=2 * len(own))
+    assert all(map(mx.array_equal, *found))
 
 
 def test_what_others_hold_of_a_cache_stays() -> None:
@@ -301,8 +297,7 @@ def test_other_weights_are_taken_as_they_come() -> None:
         with counted() as counts:
             made = step(caches[0])
         assert counts == {"one": 1, "two": 0}
-        with patch.object(blocks.Layer, "natively", lambda *_: None):
-            assert mx.array_equal(made, step(caches[1])) and mx.array_equal(*first)
+        assert mx.array_equal(made, in_many(lambda: step(caches[1]))) and mx.array_equal(*first)
 
     compared()
     own[0].self_attn.q_proj.weight = mx.random.normal((128, 64))
