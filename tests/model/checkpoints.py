@@ -1,9 +1,7 @@
-"""Small random checkpoints, written as mlx_lm.convert writes them; and how tests open and read
-any."""
+"""Small random checkpoints, written as published ones are; and how tests open and read any."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from tests.model.published import writing
+from tests.model.published.writing import Checkpoint
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
@@ -86,22 +86,9 @@ def same(a: mx.array, b: mx.array) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool(mx.array_equal(*bits))
 
 
-def write_checkpoint(path: Path, config: dict, weights: dict, shards: int) -> Path:
-    """A directory as mlx_lm.convert writes it, with the embedded model's tokenizer."""
-    path.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        (path / name).write_bytes(locate("crumb").read(name) or b"{}")
-    (path / "config.json").write_text(json.dumps(config))
-    names = sorted(weights)
-    where = {}
-    for n in range(shards):
-        file = f"model-{n + 1:05}-of-{shards:05}.safetensors" if shards > 1 else "model.safetensors"
-        part = {name: weights[name] for name in names[n::shards]}
-        mx.save_safetensors(str(path / file), part, metadata={"format": "mlx"})
-        where.update(dict.fromkeys(part, file))
-    index = {"metadata": {}, "weight_map": where}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    return path
+def write_checkpoint(path: Path, config: dict, weights: dict, shards: int = 1) -> Path:
+    """A new directory with the embedded model's tokenizer."""
+    return writing.write_checkpoint(path, Checkpoint(config, {}, shards=shards, tensors=weights))
 
 
 def model_of(config: dict) -> Any:
@@ -164,4 +151,4 @@ def write_quantised(
     nn.quantize(model, group_size, bits=4)
     packed = {"group_size": group_size, "bits": 4}
     config = {**config, "quantization": packed, "quantization_config": packed}
-    return write_checkpoint(path, config, dict(tree_flatten(model.parameters())), 1)
+    return write_checkpoint(path, config, dict(tree_flatten(model.parameters())))

@@ -344,7 +344,7 @@ def test_weights_that_were_quantised_before(tmp_path: Path) -> None:
         if array.ndim == 2:
             packed = mx.quantize(array, 64, 4)
             weights[name] = mx.dequantize(*packed, 64, 4).astype(mx.float16)
-    path = write_checkpoint(tmp_path / "twice", config, weights, 1)
+    path = write_checkpoint(tmp_path / "twice", config, weights)
     told: list[str] = []
     engine = engine_of(path, GearOptions("auto", "all"), notify=told.append)
     assert engine.gears is not None

@@ -82,7 +82,7 @@ def test_rows_of_odd_lengths(tmp_path: Path) -> None:
     config.update(hidden_size=40, head_dim=10)
     model = model_of(config)
     weights = random_weights(model)
-    files = locate(str(write_checkpoint(tmp_path / "odd", config, weights, 1)))
+    files = locate(str(write_checkpoint(tmp_path / "odd", config, weights)))
     found = planned(files, "attention")
     managed = discover(model, "attention")
     assert {one.module.weight.shape[-1] for one in managed} == {40}
