@@ -3,7 +3,8 @@
 kernels/     C++ on pointers, for each instruction set; knows neither MLX nor Python
 glue/        MLX primitives over them
 building/    compiles both, probes the result, and locates it
-library.py   the library in this process; operations.py replaces functions of MLX
+interface.py declares its functions; library.py is the library in this process
+operations.py replaces functions of MLX
 forms/       recognises an architecture's modules by their source, whatever their names
 modules/     native products, norms, RoPE, networks, mixtures and recurrences
 layers/      whole layers in one operation

@@ -12,12 +12,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
 
 import mlx.core as mx
 
-from toastkit.native.library import Library, need
+from toastkit.native.library import Library
 
 SPARE_TASKS = 16  # margin for the few operations besides
 
@@ -28,40 +26,28 @@ class Awaited:
     0."""
 
     def __init__(self, library: Library):
-        make, self._name, self._operations, self._add_tasks = _functions(library)
+        self._c = library.c
         self.array = mx.array(0, mx.uint32)
         self._handle: ctypes.c_void_p | None = ctypes.c_void_p()
-        need(make(self.array, ctypes.byref(self._handle)))
+        self._c.awaited(self.array, ctypes.byref(self._handle))
 
     def name(self, token: int) -> None:
         """Name the token; only the first call counts."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            self._name(handle, token)
+            self._c.name_awaited(handle, token)
 
     @contextmanager
     def handing_over(self, waiting: mx.array) -> Iterator[None]:
         """Context in which an array (...) of any dtype that depends on the token, and little else,
         is submitted: without it MLX would block while many tasks are unfinished."""
-        tasks = self._operations(waiting) + SPARE_TASKS
-        self._add_tasks(-tasks)
+        tasks = self._c.operations(waiting) + SPARE_TASKS
+        self._c.count_tasks(-tasks)
         try:
             yield
         finally:
-            self._add_tasks(tasks)
+            self._c.count_tasks(tasks)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self.name(0)
-
-
-@cache
-def _functions(library: Library) -> tuple[Any, ...]:
-    make, name = library.loaded.toast_awaited_array, library.loaded.toast_name_awaited
-    make.restype, make.argtypes = ctypes.c_char_p, [ctypes.py_object, ctypes.c_void_p]
-    name.restype, name.argtypes = None, [ctypes.c_void_p, ctypes.c_uint32]
-    operations = library.loaded.toast_operations
-    operations.restype, operations.argtypes = ctypes.c_int, [ctypes.py_object]
-    count = library.loaded.toast_count_tasks
-    count.restype, count.argtypes = None, [ctypes.c_int]
-    return make, name, operations, count

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from toastkit.native.interface import functions_in
 from toastkit.native.machine import processors
 from toastkit.native.operands import Choice, Operand, OperandPointers
 
@@ -28,67 +29,29 @@ NONE = ctypes.py_object()  # an absent array
 
 
 class Library:
-    """The library at a path. Raises OSError if the file is none."""
+    """The library at a path. c: its functions. Raises as functions_in."""
 
     def __init__(self, path: str):
-        loaded = ctypes.PyDLL(path)  # holds the GIL: the arrays are Python objects
-        loaded.toast_set_head(ctypes.c_int64(object.__basicsize__))
-        self.loaded = loaded  # for bindings that other modules make
+        self.c = functions_in(path)
+        self.c.set_head(object.__basicsize__)
         self.set_threads(processors())
-        loaded.toast_instructions.restype = ctypes.c_char_p
-        self.instructions = loaded.toast_instructions().decode()
-        self._describe = loaded.toast_describe
-        self._describe.argtypes = [ctypes.py_object, ctypes.c_void_p]
-
-        array, integer, real = ctypes.py_object, ctypes.c_int, ctypes.c_float
-        struct, function = ctypes.c_void_p, self.function
-        self._memory = function("memory", array, *[ctypes.c_int64] * 3, array)
-        self._settle = loaded.toast_settle_array
-        self._settle.restype, self._settle.argtypes = None, [array]
-        self._product = function("product", *[array] * 7, *[integer] * 3)
-        self._feed_forward = function("feed_forward", array, array, struct, integer, array, integer)
-        self._convolve = function("convolve", *[array] * 4, integer)
-        self._gated_delta = function("gated_delta", array, array, array * 9, real)
-        self._scan = function("scan", array, array, array * 9, real, real)
-        self._delta_layer = function("delta_layer", *[array] * 3, array * 10, *[integer] * 4, real)
-        self._norm = function("norm", *[array] * 4, integer, real, real)
-        self._rotate = function("rotate", *[array] * 4, *[integer] * 4, real, real)
-        self._gate = function("gate", *[array] * 3, integer)
-        self._softmax = function("softmax", array, array)
-        self._log_sum_exp = function("log_sum_exp", array, array)
-        self._distribution = function("distribution", array, array)
-        self._largest = function("largest", array, array)
-        self._partition = function("partition", array, array, integer)
-        self._weighted_sum = function("weighted_sum", *[array] * 3)
-        self._route = function("route", *[array] * 4, struct)
-        self._blend = function("blend", *[array] * 5)
-        self._append = function("append", array * 4, array * 4, integer)
-        self._attend = function("attend", *[array] * 6, real, real, integer)
-        self._quantise = function("quantise", array, array)
-        self._dequantise = function("dequantise", array, array)
-
-    def function(self, name: str, *types: Any) -> Callable:
-        """Bind toast_{name}_array: it sets its first arrays, and returns an error message or
-        NULL."""
-        function = self.loaded[f"toast_{name}_array"]
-        function.restype, function.argtypes = ctypes.c_char_p, types
-        return function
+        self.instructions = self.c.instructions().decode()
 
     def set_threads(self, count: int) -> None:
         """Set the threads that compute, for all users of this library; more than processors are no
         gain."""
-        self.loaded.toast_set_threads(count)
+        self.c.set_threads(count)
 
     @property
     def threads(self) -> int:
         """Number of threads that compute."""
-        return self.loaded.toast_threads()
+        return self.c.threads()
 
     def describe(self, array: mx.array) -> tuple[tuple[int, ...], int, int] | None:
         """Shape, item size and number of items that the library reads from an array (...) of any
         dtype; None if it finds no array there."""
         about = (ctypes.c_int64 * 16)()
-        if not self._describe(array, about):
+        if not self.c.describe(array, about):
             return None
         axes, *rest = about
         return tuple(rest[:axes]), rest[axes], rest[axes + 1]
@@ -98,14 +61,14 @@ class Library:
         uninitialised. It begins `at` bytes into a page. old: such an array of the same size, whose
         memory is reused. Raises MemoryError if there is none."""
         try:
-            return _call(self._memory, rows, columns, at, _object(old))
+            return _call(self.c.memory, rows, columns, at, _object(old))
         except ValueError as error:
             raise error if old is not None else MemoryError(*error.args) from error
 
     def settle(self, array: mx.array) -> None:
         """Move an evaluated array (...) of any dtype and at least 1 MiB onto huge pages, if
         possible; its content stays the same."""
-        self._settle(array)
+        self.c.settle_array(array)
 
     def multiply(
         self,
@@ -128,7 +91,7 @@ class Library:
         broadcast; gives (..., m, rows). activation_bits: PAIRS, DIGITS or WIDE. bias: (rows,), with
         float32 x and no stack. Raises ValueError for arrays that do not fit together."""
         optional = [_object(array) for array in (scales, biases, bias, experts)]
-        return _call(self._product, x, weight, *optional, bits, group_size, activation_bits)
+        return _call(self.c.product, x, weight, *optional, bits, group_size, activation_bits)
 
     def feed_forward(
         self,
@@ -146,7 +109,8 @@ class Library:
         the parts, float32 (rows,), of stacks (experts, rows). Raises ValueError, see `multiply`."""
         arrays = [array for part, bias in zip(parts, biases) for array in (*part[:3], bias)]
         given = OperandPointers(arrays, [n for part in parts for n in part[3:]], activation_bits)
-        return _call(self._feed_forward, x, ctypes.byref(given), len(parts), _object(experts), kind)
+        some = _object(experts)
+        return _call(self.c.feed_forward, x, ctypes.byref(given), len(parts), some, kind)
 
     def rms_norm(
         self, x: mx.array, weight: mx.array | None, eps: float, plus: float = 0.0
@@ -154,14 +118,14 @@ class Library:
         """x / sqrt(mean(x^2) + eps) * (weight + plus) over the last axis, computed in float32, of
         the common dtype of x and weight; lazy. x: (..., n). weight: (n,), None for zeros. Raises
         ValueError for other shapes and dtypes, as do all methods below."""
-        return _call(self._norm, x, _object(weight), NONE, False, plus, eps)
+        return _call(self.c.norm, x, _object(weight), NONE, False, plus, eps)
 
     def layer_norm(
         self, x: mx.array, weight: mx.array | None, bias: mx.array | None, eps: float
     ) -> mx.array:
         """(x - mean) / sqrt(variance + eps) * weight + bias, likewise. weight: None for ones,
         without a bias. bias: (n,), of the dtype of the weight, None for zeros."""
-        return _call(self._norm, x, _object(weight), _object(bias), True, 0.0, eps)
+        return _call(self.c.norm, x, _object(weight), _object(bias), True, 0.0, eps)
 
     def rope(
         self,
@@ -181,7 +145,7 @@ class Library:
         numbers."""
         given = isinstance(offset, mx.array)
         return _call(
-            self._rotate, x, frequencies, offset if given else NONE, 0 if given else offset, dims,
+            self.c.rotate, x, frequencies, offset if given else NONE, 0 if given else offset, dims,
             traditional, inverse, scale, factor,
         )  # fmt: skip
 
@@ -189,7 +153,7 @@ class Library:
         """activation(gate) * x, lazy. Both (..., n) of one dtype; x: None for ones. activation: of
         ACTIVATIONS, see kernels/rows.h; "gelu" is the tanh approximation, "swiglu_oai" that of
         gpt-oss. Raises ValueError if they differ."""
-        return _call(self._gate, gate, _object(x), ACTIVATIONS.index(activation))
+        return _call(self.c.gate, gate, _object(x), ACTIVATIONS.index(activation))
 
     def gated_delta(
         self,
@@ -207,7 +171,7 @@ class Library:
         kernels/recurrent.h."""
         y, after = mx.array(0), mx.array(0)
         pointers: list[Any] = [_object(one) for one in (*arrays, state, mask)]
-        need(self._gated_delta(y, after, (ctypes.py_object * 9)(*pointers), rate_factor))
+        self.c.gated_delta(y, after, (ctypes.py_object * 9)(*pointers), rate_factor)
         return y, after
 
     def scan(
@@ -227,7 +191,7 @@ class Library:
         (channels, state size), d and bias (channels,) or None; a state of the shape of a_log."""
         y, after = mx.array(0), mx.array(0)
         pointers: list[Any] = [_object(one) for one in (*arrays, state, mask)]
-        need(self._scan(y, after, (ctypes.py_object * 9)(*pointers), *limits))
+        self.c.scan(y, after, (ctypes.py_object * 9)(*pointers), *limits)
         return y, after
 
     def delta_layer(
@@ -251,7 +215,7 @@ class Library:
         weight, *rest = parameters
         parts = [*projections, *[NONE] * (4 - len(projections))]
         objects = [*parts, weight, _object(before), *rest, _object(state)]
-        need(self._delta_layer(y, last, after, (ctypes.py_object * 10)(*objects), *heads, eps))
+        self.c.delta_layer(y, last, after, (ctypes.py_object * 10)(*objects), *heads, eps)
         return y, last, after
 
     def convolve(
@@ -260,36 +224,36 @@ class Library:
         """A causal depthwise convolution, mx.conv1d with as many groups as channels, then SiLU on
         request; lazy, of the dtype of x. x: (B, T, channels). weight: (channels, kernel, 1), bias:
         (channels,), of one dtype."""
-        return _call(self._convolve, x, weight, _object(bias), silu)
+        return _call(self.c.convolve, x, weight, _object(bias), silu)
 
     def softmax(self, x: mx.array) -> mx.array:
         """Softmax of x (..., n) over the last axis, computed in float32, of the dtype of x;
         lazy."""
-        return _call(self._softmax, x)
+        return _call(self.c.softmax, x)
 
     def log_sum_exp(self, x: mx.array) -> mx.array:
         """Log-sum-exp of x (..., n) over the last axis: float32 (..., 1), lazy."""
-        return _call(self._log_sum_exp, x)
+        return _call(self.c.log_sum_exp, x)
 
     def distribution(self, x: mx.array) -> mx.array:
         """Of the softmax of x (..., n) over the last axis, float32 (..., 3), lazy: the maximum, log
         of the sum of exp(x - maximum), the entropy in nats."""
-        return _call(self._distribution, x)
+        return _call(self.c.distribution, x)
 
     def largest(self, x: mx.array) -> mx.array:
         """Argmax of x (..., n) over the last axis, the first of equal ones: uint32 (...), lazy. NaN
         is ignored; of NaN alone it is 0."""
-        return _call(self._largest, x)
+        return _call(self.c.largest, x)
 
     def partition(self, x: mx.array, kth: int) -> mx.array:
         """As mx.argpartition of x (..., n) over the last axis, kth from 0, lazy: uint32 (..., n).
         Of equal numbers the first is the smaller, NaN is larger than all."""
-        return _call(self._partition, x, kth)
+        return _call(self.c.partition, x, kth)
 
     def weighted_sum(self, x: mx.array, weights: mx.array) -> mx.array:
         """(x * weights[..., None]).sum(-2), in float32, lazy. x: (..., k, n). weights: float32
         (..., k)."""
-        return _call(self._weighted_sum, x, weights)
+        return _call(self.c.weighted_sum, x, weights)
 
     def route(
         self, logits: mx.array, choice: Choice, bias: mx.array | None = None
@@ -297,13 +261,13 @@ class Library:
         """The top-k experts for router logits (..., n), uint32 (..., k), and their weights, float32
         (..., k), lazy. bias: float32 (n,), added for the choice only."""
         which, shares = mx.array(0), mx.array(0)
-        need(self._route(which, shares, logits, _object(bias), ctypes.byref(choice)))
+        self.c.route(which, shares, logits, _object(bias), ctypes.byref(choice))
         return which, shares
 
     def blend(self, x: mx.array, weights: mx.array, more: mx.array, gates: mx.array) -> mx.array:
         """(x * weights[..., None]).sum(-2) + sigmoid(gates) * more, lazy, all float32. x: (..., k,
         n). weights: (..., k). more: (..., n). gates: (..., 1)."""
-        return _call(self._blend, x, weights, more, gates)
+        return _call(self.c.blend, x, weights, more, gates)
 
     def append(
         self, caches: Sequence[mx.array], new: Sequence[mx.array], first: int
@@ -318,7 +282,7 @@ class Library:
         outs: list[Any] = [mx.array(0) for _ in range(4)]
         inputs: list[Any] = [*caches, *new]
         arrays = ctypes.py_object * 4
-        need(self._append(arrays(*outs), arrays(*inputs), first))
+        self.c.append(arrays(*outs), arrays(*inputs), first)
         return tuple(outs)
 
     def attend(
@@ -341,17 +305,17 @@ class Library:
         what does not fit together."""
         given, causal = (mask, False) if isinstance(mask, mx.array) else (NONE, mask == "causal")
         some = _object(sinks)
-        return _call(self._attend, queries, keys, values, given, some, scale, cap, causal)
+        return _call(self.c.attend, queries, keys, values, given, some, scale, cap, causal)
 
     def quantise(self, x: mx.array) -> mx.array:
         """Quantise rows x (..., n) to 8 bits, lazy: int8 (..., n + 4), the numbers, then four bytes
         that hold their float32 scale, the row's largest over 127. Beyond 3e38 counts as 3e38; a row
         with NaN becomes NaN."""
-        return _call(self._quantise, x)
+        return _call(self.c.quantise, x)
 
     def dequantise(self, rows: mx.array) -> mx.array:
         """The numbers of such rows (..., n + 4), float32 (..., n), lazy."""
-        return _call(self._dequantise, rows)
+        return _call(self.c.dequantise, rows)
 
 
 def _object(array: mx.array | None) -> Any:
@@ -360,14 +324,8 @@ def _object(array: mx.array | None) -> Any:
 
 def _call(function: Callable, *arguments: Any) -> mx.array:
     out = mx.array(0)
-    need(function(out, *arguments))
+    function(out, *arguments)
     return out
-
-
-def need(message: bytes | None) -> None:
-    """Raise ValueError for an error message of the library; None is success."""
-    if message is not None:
-        raise ValueError(message.decode())
 
 
 _in_use: Library | None = None
@@ -394,6 +352,6 @@ def load(path: str) -> Library:
 def _at_exit(library: Library) -> None:
     """At exit, stop waiting for awaited tokens, but finish steps in progress: their memory would be
     freed under them, at which glibc aborts the process."""
-    library.loaded.toast_leave()
+    library.c.leave()
     with suppress(KeyboardInterrupt, RuntimeError):  # threads may be gone already
         mx.synchronize()

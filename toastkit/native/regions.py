@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from toastkit.errors import IOFailure
-from toastkit.native.library import Library, need
+from toastkit.native.library import Library
 
 LOST = (
     "toastkit: a file of the model, or of a session, became shorter while it was in use, "
@@ -40,23 +40,11 @@ class Region:
     nbytes: of all of it. A forked process has its own, with the same content."""
 
     def __init__(self, library: Library, nbytes: int):
-        loaded = library.loaded
-        loaded.toast_end_with_line(LOST.encode(), IOFailure.code)
-        make, self._close = loaded.toast_region, loaded.toast_region_close
-        make.argtypes = [ctypes.c_int64, ctypes.c_void_p]
-        self._close.restype, self._close.argtypes = None, [ctypes.c_void_p]
-        integer, integer32 = ctypes.c_int64, ctypes.c_int
-        self._keep = loaded.toast_region_keep
-        self._keep.restype, self._keep.argtypes = None, [ctypes.c_void_p, integer32]
-        self._map, self._advise = loaded.toast_region_map, loaded.toast_region_advise
-        self._map.argtypes = [ctypes.c_void_p, integer, integer, integer32, integer]
-        self._advise.argtypes = [ctypes.c_void_p, integer, integer, integer32]
-        self._array, array = loaded.toast_region_array, ctypes.py_object
-        self._array.restype = ctypes.c_char_p
-        self._array.argtypes = [array, ctypes.c_void_p, integer, array, ctypes.c_void_p, integer32]
+        self._c = library.c
+        self._c.end_with_line(LOST.encode(), IOFailure.code)
         self.nbytes = -(-nbytes // PAGE) * PAGE
         self._handle = ctypes.c_void_p()
-        self._need(make(nbytes, ctypes.byref(self._handle)))
+        self._c.region_open(nbytes, ctypes.byref(self._handle))
 
     def map_file(self, at: int, fd: int, offset: int, nbytes: int) -> None:
         """Map nbytes of a file from byte `offset` on to byte `at` of the region, both multiples of
@@ -64,34 +52,30 @@ class Region:
         EINVAL for misplaced bytes, ENOMEM for too many mappings."""
         if fd < 0:
             raise ValueError(f"no descriptor: {fd}")
-        self._need(self._map(self._handle, at, nbytes, fd, offset))
+        self._c.region_map(self._handle, at, nbytes, fd, offset)
 
     def room(self, at: int, nbytes: int) -> None:
         """Make nbytes from byte `at`, a multiple of PAGE, writable zeros; they take memory when
         touched. Raises OSError."""
-        self._need(self._map(self._handle, at, nbytes, -1, 0))
+        self._c.region_map(self._handle, at, nbytes, -1, 0)
 
     def keep(self, fd: int) -> None:
         """Close a descriptor, one at most, when the region ends."""
-        self._keep(self._handle, fd)
+        self._c.region_keep(self._handle, fd)
 
     def advise(self, at: int, nbytes: int, how: int) -> None:
         """Advise the system about the pages of these bytes; how: mmap.MADV_WILLNEED or others.
         Raises OSError."""
-        self._need(self._advise(self._handle, at, nbytes, how))
+        self._c.region_advise(self._handle, at, nbytes, how)
 
     def array(self, at: int, dtype: mx.Dtype, shape: Sequence[int]) -> mx.array:
         """Return an array (...) of any dtype over the bytes from `at` on, a multiple of the item
         size, in row-major order; evaluated. All of it must be mapped. Raises ValueError beyond the
         region."""
         out, sizes = mx.array(0), (ctypes.c_int32 * len(shape))(*shape)
-        need(self._array(out, self._handle, at, mx.zeros((), dtype), sizes, len(shape)))
+        self._c.region(out, self._handle, at, mx.zeros((), dtype), sizes, len(shape))
         return out
-
-    def _need(self, code: int) -> None:
-        if code:
-            raise OSError(code, os.strerror(code))
 
     def __del__(self) -> None:
         if self._handle:
-            self._close(self._handle)
+            self._c.region_close(self._handle)

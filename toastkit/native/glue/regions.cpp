@@ -128,7 +128,7 @@ extern "C" {
 
 // Sets `out` to the handle of a region of `bytes` bytes, rounded up to whole pages, that must not
 // be read before something is mapped into it. Returns an errno or 0, as do the next functions.
-TOAST_API int toast_region(int64_t bytes, void **out) {
+TOAST_API int toast_region_open(int64_t bytes, void **out) {
   if (bytes <= 0 || bytes > INT64_MAX / 2) return EINVAL;
   try {
     *out = new toast::Held(std::make_shared<toast::Region>(bytes));

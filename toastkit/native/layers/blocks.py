@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +23,7 @@ from toastkit.native.kv_caches import (
 )
 from toastkit.native.layers import latent_attention
 from toastkit.native.layers.plans import NO_EXTRAS, Extras, Plan, multiplier_of, plan_of
-from toastkit.native.library import NONE, Library, in_use, need
+from toastkit.native.library import NONE, Library, in_use
 from toastkit.native.modules.mixtures import Mixture, MixtureShape
 from toastkit.native.operations import is_mask
 
@@ -145,9 +144,8 @@ def _one_node(
     caches = [] if kv else [*unshared(keys, 1), *unshared(values, 1)]
     pointers = (ctypes.py_object * (len(outs) + len(caches)))(*outs, *caches)
     layer = byref(plan.operands), byref(plan.shape), byref(mixture) if mixture else None
-    call = _functions(library)[0]
     optional = (NONE if one is None else one for one in (query_scales, layer_input, residual))
-    need(call(pointers, x, keys, values, *optional, *room, offset, causal, *layer))
+    library.c.whole(pointers, x, keys, values, *optional, *room, offset, causal, *layer)
     if kv:
         return outs, kv
     set_appended(cache, caches, x.shape[1], room.first)
@@ -182,8 +180,8 @@ def _two_nodes(
     pointers = (ctypes.py_object * len(outs))(*outs)
     x = x if extras.residual is None else extras.residual
     layer_input = NONE if extras.layer_input is None else extras.layer_input
-    finish = _functions(library)[2]
-    need(finish(pointers, x, attended, gates, layer_input, byref(plan.operands), byref(plan.shape)))
+    layer = byref(plan.operands), byref(plan.shape)
+    library.c.closed(pointers, x, attended, gates, layer_input, *layer)
     return outs, kv
 
 
@@ -198,7 +196,7 @@ def _project_heads(
     if plan.heads.latent is not None:
         latent_attention.latent_heads(library, heads, x, offset, *layer)
         return [heads[0][:, :, -1:], *heads[1:]] if extras.last_only else heads
-    need(_functions(library)[1]((ctypes.py_object * len(heads))(*heads), x, *layer))
+    library.c.projected((ctypes.py_object * len(heads))(*heads), x, *layer)
     if extras.last_only:
         heads[0], offsets[0] = heads[0][:, :, -1:], offset + x.shape[1] - 1
         heads[3:] = [gates[:, :, -1:] for gates in heads[3:]]
@@ -233,12 +231,3 @@ def last_position(x: mx.array, mask: Any, extras: Extras) -> tuple[mx.array, Any
         residual=None if residual is None else residual[:, -1:],
     )
     return x[:, -1:], mask[..., -1:, :] if isinstance(mask, mx.array) else None, extras
-
-
-@cache
-def _functions(library: Library) -> tuple[Any, Any, Any]:
-    array, integer, pointer = ctypes.py_object, ctypes.c_int, ctypes.c_void_p
-    whole = library.function("whole", pointer, *[array] * 6, *[integer] * 4, *[pointer] * 3)
-    projected = library.function("projected", pointer, array, pointer, pointer)
-    closed = library.function("closed", pointer, *[array] * 4, pointer, pointer)
-    return whole, projected, closed

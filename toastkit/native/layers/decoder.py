@@ -5,7 +5,6 @@ Recognised by their source (known.py)."""
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -14,7 +13,7 @@ from toastkit.native.forms.common import Block, Known
 from toastkit.native.functions import Native
 from toastkit.native.layers.blocks import FEW, Layer, unshared
 from toastkit.native.layers.plans import NO_EXTRAS, Extras, LayerShape
-from toastkit.native.library import NONE, Library, in_use, need
+from toastkit.native.library import NONE, Library, in_use
 from toastkit.native.modules.feed_forward import FeedForward
 from toastkit.native.modules.mixtures import Mixture, MixtureShape
 from toastkit.native.modules.norms import Norm
@@ -156,16 +155,10 @@ def _run(
     conv_state, state = (NONE if kept is None else kept for kept in (cache[0], cache[1]))
     layer = ctypes.byref(parts.operands), ctypes.byref(parts.shape)
     mixture_pointer = None if mixture is None else ctypes.byref(mixture)
-    need(_function(library)(y, new_conv, new_state, x, conv_state, state, *layer, mixture_pointer))
+    library.c.decoder(y, new_conv, new_state, x, conv_state, state, *layer, mixture_pointer)
     cache[0], cache[1] = new_conv, new_state
     cache.advance(x.shape[1])
     return y
-
-
-@cache
-def _function(library: Library) -> Any:
-    array, pointer = ctypes.py_object, ctypes.c_void_p
-    return library.function("decoder", *[array] * 6, *[pointer] * 3)
 
 
 class ParallelLayer(Layer):
@@ -217,7 +210,7 @@ class ConvolutionLayer(Layer):
         pointers = (ctypes.py_object * (len(outs) + 1))(*outs, last)
         state = NONE if cache[0] is None else cache[0]
         layer = ctypes.byref(operands), ctypes.byref(shape)
-        need(_short_convolution(library)(pointers, x, state, *layer))
+        library.c.short_conv(pointers, x, state, *layer)
         cache[0] = last
         cache.advance(x.shape[1])
         return outs[0] if shape.network else outs[0] + self["feed_forward"](outs[1])
@@ -246,9 +239,3 @@ class ConvolutionLayer(Layer):
         arrays = [*((norm, "weight") for norm in norms), *[None] * 6, (conv, "weight"), bias, None]
         modules = [self, short, conv, *norms, network]
         return Operands(parts, found, arrays, modules), shape
-
-
-@cache
-def _short_convolution(library: Library) -> Any:
-    array, pointer = ctypes.py_object, ctypes.c_void_p
-    return library.function("short_conv", pointer, array, array, pointer, pointer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -39,10 +38,10 @@ class KimiLayer(MixerLayer):
     def _make(
         self: Any, library: Library, outs: Any, x: mx.array, given: list[Any], plan: StepPlan,
         mixture: Any,
-    ) -> bytes | None:  # fmt: skip
+    ) -> None:  # fmt: skip
         states = (ctypes.py_object * len(given))(*given)
         layer = byref(plan.operands), byref(plan.shape)
-        return _function(library)(outs, x, states, *layer, plan.recurrence, mixture)
+        library.c.kimi_layer(outs, x, states, *layer, plan.recurrence, mixture)
 
 
 def _delta_plan(layer: Any, columns: int) -> StepPlan | None:
@@ -67,11 +66,3 @@ def _delta_plan(layer: Any, columns: int) -> StepPlan | None:
     if plan is not None:
         plan.shape.heads = rule.num_heads
     return plan
-
-
-@cache
-def _function(library: Library) -> Any:
-    array, pointer, integer = ctypes.py_object, ctypes.c_void_p, ctypes.c_int
-    return library.function(
-        "kimi_layer", pointer, array, pointer, pointer, pointer, integer, pointer
-    )

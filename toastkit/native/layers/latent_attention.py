@@ -11,14 +11,13 @@ context."""
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
 from toastkit.native.forms.common import HEADS, Heads, KnownAttention
 from toastkit.native.kv_caches import kept_of
-from toastkit.native.library import NONE, Library, need
+from toastkit.native.library import NONE, Library
 from toastkit.native.operations import matmul
 
 EXPANDED = HEADS._replace(
@@ -70,7 +69,7 @@ def latent_heads(
     is_number = isinstance(offset, int)
     pointers = (ctypes.py_object * 3)(*outs)
     offsets = (NONE, offset) if is_number else (offset, 0)
-    need(_function(library)(pointers, x, *offsets, *layer))
+    library.c.latent(pointers, x, *offsets, *layer)
 
 
 def attend(
@@ -94,9 +93,3 @@ def _concatenate(library: Library, latent: mx.array, keys: mx.array) -> mx.array
     if stored[0].dtype != mx.int8:
         return mx.concatenate(stored, -1)
     return library.quantise(mx.concatenate([latent, keys], -1))
-
-
-@cache
-def _function(library: Library) -> Any:
-    array, pointer = ctypes.py_object, ctypes.c_void_p
-    return library.function("latent", pointer, array, array, ctypes.c_int, pointer, pointer)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import byref
-from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -14,7 +13,7 @@ import mlx.core as mx
 from toastkit.native.forms.common import Block, Known
 from toastkit.native.layers.blocks import Layer, unshared
 from toastkit.native.layers.plans import NO_EXTRAS, Extras, LayerShape, multiplier_of
-from toastkit.native.library import NONE, Library, in_use, need
+from toastkit.native.library import NONE, Library, in_use
 from toastkit.native.modules.mixtures import Mixture, MixtureShape
 from toastkit.native.modules.norms import Norm
 from toastkit.native.modules.products import Linear, operands_of
@@ -74,7 +73,7 @@ class MixerLayer(Layer):
         last = unshared(x, len(states))
         pointers = (ctypes.py_object * (len(outs) + len(last)))(*outs, *last)
         optional = [NONE if one is None else one for one in states]
-        need(self._make(library, pointers, x, optional, plan, byref(mixture) if mixture else None))
+        self._make(library, pointers, x, optional, plan, byref(mixture) if mixture else None)
         for i, one in enumerate(last):
             cache[i] = one
         cache.advance(x.shape[1])
@@ -92,11 +91,10 @@ class MixerLayer(Layer):
         states: list[Any],
         plan: StepPlan,
         mixture: Any,
-    ) -> bytes | None:
-        """Set `outs` to the outputs for x (B, L, columns) float32 and the new states. Returns an
-        error message or None."""
+    ) -> None:
+        """Set `outs` to the outputs for x (B, L, columns) float32 and the new states."""
         layer = byref(plan.operands), byref(plan.shape), byref(plan.recurrence)
-        return _functions(library)[0](outs, x, *states, *layer, mixture)
+        library.c.mixer_layer(outs, x, *states, *layer, mixture)
 
     def _network_only(self: Any, x: mx.array) -> mx.array | None:
         """The output of a layer that is a network alone; None if the library cannot compute it."""
@@ -111,7 +109,7 @@ class MixerLayer(Layer):
         plan.operands.mark_used()
         out = x.__copy__()
         layer = byref(plan.operands), byref(plan.shape), byref(mixture) if mixture else None
-        need(_functions(library)[1](out, x, *layer))
+        library.c.fed(out, x, *layer)
         return out
 
     def _current_plan(self: Any, columns: int) -> StepPlan | None:
@@ -242,10 +240,3 @@ def norms_of(layer: Any, value_norm: Any) -> list[Any] | None:
     plain = all(type(one).__call__ is Norm.__call__ for one in norms if one is not None)
     norms[VALUE_NORM] = value_norm
     return norms if plain else None
-
-
-@cache
-def _functions(library: Library) -> tuple[Any, Any]:
-    array, pointer = ctypes.py_object, ctypes.c_void_p
-    layer = library.function("mixer_layer", pointer, *[array] * 3, *[pointer] * 4)
-    return layer, library.function("fed", array, array, *[pointer] * 3)

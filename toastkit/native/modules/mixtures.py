@@ -5,7 +5,6 @@ support goes to the architecture's forward, made of native operations as far as 
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +12,7 @@ import mlx.nn as nn
 
 from toastkit.native.forms.common import Known
 from toastkit.native.functions import Native
-from toastkit.native.library import Library, in_use, need
+from toastkit.native.library import Library, in_use
 from toastkit.native.modules.feed_forward import FeedForward, SwitchNetwork
 from toastkit.native.modules.products import Linear, operands_of
 from toastkit.native.operands import AHEAD, BEST, CHOSEN, NORMED, SCORED, Choice, Operand, Operands
@@ -237,14 +236,8 @@ class MixtureShape(ctypes.Structure):
 
 def _mixed(library: Library, x: mx.array, mixture: MixtureShape) -> mx.array:
     out = x.__copy__()
-    need(_function(library)(out, x, ctypes.byref(mixture)))
+    library.c.mixture(out, x, ctypes.byref(mixture))
     return out
-
-
-@cache
-def _function(library: Library) -> Any:
-    array, pointer = ctypes.py_object, ctypes.c_void_p
-    return library.function("mixture", array, array, pointer)
 
 
 class MixtureAhead(Mixture):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -17,9 +15,7 @@ from toastkit.native.library import (
     FLOATS,
     GROUP_SIZES,
     NONE,
-    Library,
     in_use,
-    need,
 )
 from toastkit.native.operands import Operand
 
@@ -92,12 +88,6 @@ class Linear(Product):
         return y if fused_bias or bias is None else y + bias
 
 
-@cache
-def _rows(library: Library) -> Any:
-    array, integer = ctypes.py_object, ctypes.c_int
-    return library.function("rows", *[array] * 5, integer, integer)
-
-
 class Embedding(Product):
     """Rows (..., columns) of a matrix by uint32 ids (...), float32 from any dtype."""
 
@@ -123,7 +113,7 @@ class Embedding(Product):
         if wide is None or wide != mx.float32 or (scales is None) is not (biases is None):
             return None
         out, rest = mx.array(0), [NONE if array is None else array for array in (scales, biases)]
-        need(_rows(library)(out, x, weight, *rest, bits, group_size))
+        library.c.rows(out, x, weight, *rest, bits, group_size)
         return out
 
     def as_linear(self: Any, x: mx.array) -> mx.array:

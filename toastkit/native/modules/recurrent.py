@@ -7,13 +7,12 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
 from toastkit.native.functions import Native, replaces, stands_for
-from toastkit.native.library import NONE, Library, in_use, need
+from toastkit.native.library import NONE, in_use
 from toastkit.native.operations import fits, rms_norm, silu, swiglu
 
 MAX_KERNEL = 16  # width of a convolution, as the kernels have it
@@ -159,12 +158,6 @@ def recurrent_gla(
     return y.transpose(0, 2, 1, 3).astype(q.dtype), after.swapaxes(2, 3).astype(q.dtype)
 
 
-@cache
-def _recurrence(library: Library, name: str, outputs: int, inputs: int) -> Any:
-    """A recurrence of the library with so many outputs and inputs."""
-    return library.function(name, *[ctypes.py_object] * outputs, ctypes.py_object * inputs)
-
-
 def _float32(*arrays: mx.array | None) -> ctypes.Array[ctypes.py_object]:
     """The arrays in float32, as the library takes them."""
     some: list[Any] = [NONE if one is None else one.astype(mx.float32) for one in arrays]
@@ -179,7 +172,7 @@ def rnn_scan(x: mx.array, a: mx.array, h0: mx.array | None) -> tuple[mx.array, m
     if library is None or not fits(x, a, x if h0 is None else h0) or a.shape != x.shape:
         return sys.modules["mlx_lm.models.recurrent_gemma"].rnn_scan(x, a, h0)
     h = mx.array(0)
-    need(_recurrence(library, "linear", 1, 3)(h, _float32(a, x, h0)))
+    library.c.linear(h, _float32(a, x, h0))
     h = h.astype(x.dtype)
     return h, h[:, -1]
 
@@ -196,7 +189,7 @@ class GeneralisedDelta(Native):
         if library is None or not fits(*arrays, r if state is None else state):
             return super()._wkv7(*arrays, state)  # type: ignore[misc]
         y, new_state = mx.array(0), mx.array(0)
-        need(_recurrence(library, "wkv", 2, 7)(y, new_state, _float32(*arrays, state)))
+        library.c.wkv(y, new_state, _float32(*arrays, state))
         return y.astype(r.dtype), new_state.astype(r.dtype)
 
 
@@ -222,11 +215,8 @@ class Mixer(Native):
         if (projected := self["in_proj"](x)).dtype != mx.float32:
             return None
         y, *new_states = (mx.array(0) for _ in range(3))
-        need(
-            _mixer(library)(
-                y, *new_states, _float32(projected, *arrays), ctypes.byref(self.shape())
-            )
-        )
+        given = _float32(projected, *arrays)
+        library.c.mixer(y, *new_states, given, ctypes.byref(self.shape()))
         cache[0], cache[1] = new_states
         cache.advance(x.shape[1])
         gate = projected[..., : y.shape[2]]
@@ -257,12 +247,6 @@ class MixerGivenCacheFirst(Mixer):
         if y is not None:
             return y
         return super(Mixer, self).__call__(input_states, cache, mask)  # type: ignore[misc]
-
-
-@cache
-def _mixer(library: Library) -> Any:
-    array, pointer = ctypes.py_object, ctypes.c_void_p
-    return library.function("mixer", *[array] * 3, array * 8, pointer)
 
 
 class SelectiveScan(Native):
