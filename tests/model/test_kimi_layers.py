@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import byref, py_object
+from ctypes import byref, c_int32, py_object
 from typing import Any
 from unittest.mock import patch
 
@@ -103,13 +103,13 @@ def test_what_does_not_fit_together(library: Any) -> None:
     """The library says so."""
     layer, x, cache = made()[1].layers[0], mx.random.normal((1, 3, 64)), ArraysCache(4)
     layer(x, None, cache)
-    plan, given = vars(layer)["_step_plan"], list(cache.cache)
+    plan, given = layer._plan, list(cache.cache)
 
     def one(x: mx.array = x, kept: list[Any] = given, size: int = 32) -> Any:
         outs = (py_object * 5)(*(mx.array(0) for _ in range(5)))
         before = (py_object * 4)(*(NONE if one is None else one for one in kept))
         places = byref(plan.operands), byref(plan.shape)
-        return taken(library.c.kimi_layer, outs, x, before, *places, size, None)
+        return taken(library.c.kimi_layer, outs, x, before, *places, byref(c_int32(size)), None)
 
     assert one() and one(kept=[None] * 4)
     for wrong in (x[0], x[..., :32], x.astype(mx.float16)):

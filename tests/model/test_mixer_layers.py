@@ -16,7 +16,7 @@ from tests.model.test_native_blocks import counted
 from tests.model.test_native_operations import alike, library
 from tests.model.test_recurrences import MIXERS, made, quantise, read
 from tests.native_library import needed, operations_of, watched
-from toastkit.native.layers import mixer
+from toastkit.native.layers import blocks, mixer
 from toastkit.native.library import NONE
 from toastkit.native.modules import recurrent
 
@@ -43,9 +43,9 @@ LAYERS = [
 def of_their_parts(model: Any, parts: list[int]) -> tuple[mx.array, list[mx.array]]:
     """As `read`, of a model whose layers and mixers are not one operation."""
     with (
-        patch.object(mixer.Layer, "natively", lambda *_: None),
+        patch.object(blocks.Layer, "natively", lambda *_: None),
         patch.object(mixer.NemotronLayer, "natively", lambda *_: None),
-        patch.object(mixer.HybridLayer, "natively", lambda *_: None),
+        patch.object(mixer.MixerLayer, "natively", lambda *_: None),
         patch.object(recurrent.Mixer, "mixed", lambda *_: None),
     ):
         return read(model, parts)
@@ -206,13 +206,13 @@ def test_layers_that_do_not_fit_together(library: Any) -> None:
     mixes, feeds, attends, chooses = (ours.layers[i] for i in range(4))
     for layer, own in ((mixes, cache), (feeds, None), (attends, KVCache()), (chooses, None)):
         layer(x, None, own)
-    plan, made_of = vars(mixes)["_step_plan"], vars(feeds)["_step_plan"]
+    plan, made_of = mixes._plan, feeds._plan
 
     def mixed(x: mx.array = x, before: Any = cache[0], state: Any = cache[1]) -> Any:
         objects = (py_object * 3)(*(mx.array(0) for _ in range(3)))
         places = byref(plan.operands), byref(plan.shape), byref(plan.recurrence), None
-        given = (NONE if one is None else one for one in (before, state))
-        return taken(library.c.mixer_layer, objects, x, *given, *places)
+        given = (py_object * 2)(*(NONE if one is None else one for one in (before, state)))
+        return taken(library.c.mixer_layer, objects, x, given, *places)
 
     def one_fed(x: mx.array = x) -> Any:
         places = byref(made_of.operands), byref(made_of.shape), None

@@ -182,6 +182,9 @@ def test_short_convolutions_in_one_node(name: str, bits: int) -> None:
         theirs, theirs_kept = read(ours, parts)
     pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
     assert all(mx.array_equal(a, b) for a, b in pairs) and alike(logits, whole, 1e-4)
+    layers = ours.make_cache()
+    mx.eval(ours(mx.array([[3, 4, 5]]), cache=layers))
+    assert "ToastMixture" not in operations_of(ours(mx.array([[6]]), cache=layers))
     seen = watched(ours.layers[0].conv)
     assert mx.array_equal(read(ours, parts)[0], logits) and len(seen) == len(parts) + 1
     ours.layers[0].operator_norm.weight = ours.layers[0].operator_norm.weight * 2

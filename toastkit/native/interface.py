@@ -11,6 +11,8 @@ from typing import Any
 array, pointer, text = ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p
 integer, long, real = ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
+# Of a layer with a recurrence: outs, x, states, operands, toast_layer, constants, mixture.
+LAYER = (pointer, array, *[pointer] * 5)
 # toast_NAME_array: sets its first arrays; ValueError with the library's message.
 ARRAYS: dict[str, tuple[Any, ...]] = {
     "append": (array * 4, array * 4, integer),
@@ -19,7 +21,7 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
     "blend": (*[array] * 5,),
     "closed": (pointer, *[array] * 4, pointer, pointer),
     "convolve": (*[array] * 4, integer),
-    "decoder": (*[array] * 6, *[pointer] * 3),
+    "decoder": LAYER,
     "delta_layer": (*[array] * 3, array * 10, *[integer] * 4, real),
     "dequantise": (array, array),
     "distribution": (array, array),
@@ -27,14 +29,14 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
     "feed_forward": (array, array, pointer, integer, array, integer),
     "gate": (*[array] * 3, integer),
     "gated_delta": (array, array, array * 9, real),
-    "kimi_layer": (pointer, array, *[pointer] * 3, integer, pointer),
+    "kimi_layer": LAYER,
     "largest": (array, array),
     "latent": (pointer, array, array, integer, pointer, pointer),
     "linear": (array, array * 3),
     "log_sum_exp": (array, array),
     "memory": (array, *[long] * 3, array),
     "mixer": (*[array] * 3, array * 8, pointer),
-    "mixer_layer": (pointer, *[array] * 3, *[pointer] * 4),
+    "mixer_layer": LAYER,
     "mixture": (array, array, pointer),
     "norm": (*[array] * 4, integer, real, real),
     "partition": (array, array, integer),
@@ -46,7 +48,7 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
     "route": (*[array] * 4, pointer),
     "rows": (*[array] * 5, integer, integer),
     "scan": (array, array, array * 9, real, real),
-    "short_conv": (pointer, array, array, pointer, pointer),
+    "short_conv": LAYER,
     "softmax": (array, array),
     "weighted_sum": (*[array] * 3,),
     "whole": (pointer, *[array] * 6, *[integer] * 4, *[pointer] * 3),

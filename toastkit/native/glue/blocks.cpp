@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "latent.h"
+#include "mixture.h"
 
 namespace toast {
 
@@ -324,7 +325,7 @@ Arrays finished(const mx::array &x, const mx::array &attended, const mx::array *
   add_value_projection(inputs, layer, given);
   const int64_t size = layer.value ? layer.value : attended.shape(3);
   check(!layer.value || attended.shape(3) == layer.is.latent, "heads of another size");
-  add_finish(inputs, layer, given, attended.shape(1) * size);
+  const Ending ending = add_ending(inputs, layer, given, attended.shape(1) * size, nullptr);
   const Weights weights = {1, inputs.size()};
   add_layer_input(inputs, layer, own);
   check(!gates == !layer.is.gated && (!gates || (gates->shape() == attended.shape() &&
@@ -332,31 +333,28 @@ Arrays finished(const mx::array &x, const mx::array &attended, const mx::array *
         "gates of another shape");
   if (gates) inputs.push_back(*gates);
   inputs.push_back(attended);
-  const size_t outputs = layer.is.network || is_attention_only(layer) ? 1 : 2;
+  const size_t outputs = ending.outputs;
   return lazy("ToastClosed", std::vector<mx::Shape>(outputs, x.shape()),
               std::vector<mx::Dtype>(outputs, mx::float32), std::move(inputs),
-              [layer, outputs](const Arrays &arrays) {
-    const int64_t columns = arrays[0].shape(-1), count = int64_t(arrays[0].size()) / columns;
+              [layer, ending](const Arrays &arrays) {
+    const size_t outs = arrays.size() - ending.outputs;
+    const int64_t count = int64_t(arrays[0].size()) / arrays[0].shape(-1);
     Contiguous rows(arrays[0]);
-    const MergedHeads heads(arrays[arrays.size() - outputs - 1]);
-    mx::array out = arrays.back(), first = arrays[arrays.size() - outputs];
-    std::unique_ptr<float[]> sum(layer.is.network ? new float[count * columns] : nullptr);
+    const MergedHeads heads(arrays[outs - 1]);
     std::optional<Contiguous> own;
-    if (layer.is.layer_input)
-      own.emplace(arrays[arrays.size() - outputs - 2 - (layer.is.gated != 0)]);
+    if (layer.is.layer_input) own.emplace(arrays[outs - 2 - (layer.is.gated != 0)]);
     size_t at = 1;
     std::unique_ptr<float[]> values, gated;
     const float *attended = project_values(layer, arrays, at, heads.data(), count, values);
     if (layer.is.gated) {
-      const mx::array &gates = arrays[arrays.size() - outputs - 2];
+      const mx::array &gates = arrays[outs - 2];
       gated.reset(new float[gates.size()]);
       need(toast_gate(MergedHeads(gates).data(), attended, int64_t(gates.size()), TOAST_F32,
                       TOAST_SIGMOID, gated.get()));
       attended = gated.get();
     }
-    finish_layer(layer, arrays, at, rows.floats(), attended, count,
-                 sum ? sum.get() : first.data<float>(), out.data<float>(),
-                 own ? own->floats() : nullptr);
+    end_layer(layer, ending, arrays, at, rows.floats(), attended, count, outs,
+              own ? own->floats() : nullptr);
   }, -1, weights);
 }
 

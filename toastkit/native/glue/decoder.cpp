@@ -1,16 +1,17 @@
 // Whole layers of gated delta nets (Qwen3-Next; kernels/recurrent.h) as MLX primitives.
 #include "recurrent.h"
 
-#include <algorithm>
+extern "C" {
 
-#include "../kernels/rows.h"
-#include "blocks.h"
-#include "mixture.h"
+// Constants of a gated delta net. projections: 2 or 4.
+typedef struct {
+  int32_t key_heads, value_heads, key_size, value_size, projections;
+} toast_delta_net;
+
+}  // extern "C"
 
 namespace toast {
 namespace {
-
-using Products = std::unique_ptr<float[]>;
 
 struct Sizes {
   int key_heads, value_heads, key_size, value_size;
@@ -67,20 +68,20 @@ void check_rest(const mx::array *const (&rest)[REST], const Sizes &of, int batch
 // convolution. last, after: new states of convolution and rule.
 void step(const Sizes &of, const float *const (&projected)[PROJECTIONS],
           const float *const (&rest)[REST], int64_t batch, int64_t length, int64_t kernel,
-          float eps, float *y, mx::array last, mx::array after) {
+          float eps, float *y, float *last, float *after) {
   toast_delta_layer l = {};
   l.batch = batch, l.length = length, l.key_heads = of.key_heads, l.value_heads = of.value_heads;
   l.key_size = of.key_size, l.value_size = of.value_size;
   set_views(l, projected);
   l.kernel = kernel, l.weight = rest[0], l.before = rest[1], l.a_log = rest[2], l.bias = rest[3];
   l.norm = rest[4], l.eps = eps, l.state = rest[5];
-  need(toast_delta_layer_steps(&l, y, last.data<float>(), after.data<float>()));
+  need(toast_delta_layer_steps(&l, y, last, after));
 }
 
-// Shapes of the output and of both new states.
-std::vector<mx::Shape> shapes_of(const Sizes &of, const mx::Shape &y, int kernel) {
-  return {y, {y[0], kernel - 1, of.channels()},
-          {y[0], of.value_heads, of.value_size, of.key_size}};
+// Shapes of the states of convolution and rule.
+std::vector<mx::Shape> states_of(const Sizes &of, int batch, int kernel) {
+  return {{batch, kernel - 1, of.channels()},
+          {batch, of.value_heads, of.value_size, of.key_size}};
 }
 
 // objects: two or four projections, then the REST arrays. Returns y and both new states.
@@ -97,113 +98,89 @@ Arrays delta_layer(void **objects, Sizes of, float eps) {
   for (size_t i = 0; i < wide.size(); i++)
     check(inputs[i].shape() == mx::Shape{batch, length, wide[i]}, "projections of another shape");
   const int kernel = rest[0]->shape(1);
-  return lazy("ToastDeltaLayer", shapes_of(of, {batch, length, of.values()}, kernel),
-              {mx::float32, mx::float32, mx::float32}, std::move(inputs),
-              [=](const Arrays &arrays) {
-    mx::array y = arrays.end()[-3];
+  auto shapes = states_of(of, batch, kernel);
+  shapes.insert(shapes.begin(), {batch, length, of.values()});
+  return lazy("ToastDeltaLayer", std::move(shapes), {mx::float32, mx::float32, mx::float32},
+              std::move(inputs), [=](const Arrays &arrays) {
+    mx::array y = arrays.end()[-3], last = arrays.end()[-2], after = arrays.back();
     const OptionalFloats at(arrays, given);
     step(of, {at(0), at(1), at(2), at(3)}, {at(4), at(5), at(6), at(7), at(8), at(9)}, batch,
-         length, kernel, eps, y.data<float>(), arrays.end()[-2], arrays.back());
+         length, kernel, eps, y.data<float>(), last.data<float>(), after.data<float>());
   }, input_index(given, PROJECTIONS + REST - 1));
 }
 
-// Constants of a decoder layer. network.count: 0 if it has a mixture.
+// A layer of the common form. Parts: three projections, of which the last two are one if there are
+// two; out, the network's; the fourth projection. VALUE_NORM is that of each head of y. From
+// BEHIND_FACTOR on there are a_log and bias.
 struct Decoder {
+  Layer layer;
+  Ending ending;
   Sizes of;
-  float eps[3];  // of the input norm, the norm after attention, the gated norm in the rule
   int projections, kernel;
-  bool begun;                        // there are states of earlier positions
-  Packing packing[PROJECTIONS + 1];  // the last is the output projection
-  bool biased[PROJECTIONS + 1];
-  Network network;
-  Mixture mixture;
-  int activation_bits;
+  bool begun;
 };
-// Arrays besides parts: weights of both norms; convolution's weight, a_log, bias, gated norm.
-constexpr int BESIDE = 6;
+constexpr int PLACES[PROJECTIONS] = {0, 1, 2, GATES};  // of the projections in Layer
+constexpr int PARAMETERS[] = {KERNEL, BEHIND_FACTOR, BEHIND_FACTOR + 1, VALUE_NORM};
 
-// sum = x + out_projection(rule(norm(x))), out = sum + network(norm(sum)); x float32 (B, L,
-// columns). arrays, in order: x; both states, if begun; the BESIDE arrays; those of parts.
-void decode(const Decoder &d, const Arrays &arrays) {
+// arrays, in order: x; both states, if begun; input norm; projections; PARAMETERS; those of
+// finish_layer; the mixture's. Outputs: those of the layer, the new states.
+void compute(const Decoder &d, const Arrays &arrays) {
+  const Layer &layer = d.layer;
   const int64_t batch = arrays[0].shape(0), length = arrays[0].shape(1);
   const int64_t columns = arrays[0].shape(2), count = batch * length;
-  std::vector<bool> given(3 + BESIDE, true);
-  given[1] = given[2] = d.begun;
-  const OptionalFloats at(arrays, given);
-  const float *const x = at(0);
-  mx::array y = arrays.end()[-3];
-  float *out = y.data<float>();
-  auto norm = [&](int i, const float *x) {
-    const toast_vectors rows = {x, count, columns, TOAST_F32};
-    need(toast_rms_norm(&rows, columns, at(3 + i), TOAST_F32, 0, d.eps[i], out, TOAST_F32));
-  };
-  size_t next = 1 + 2 * d.begun + BESIDE;
-  // Multiplies by consecutive parts of the layer.
-  auto multiplied = [&](int first, int some, const float *x, int64_t numbers, Products *made) {
-    const Vectors vectors = {{x, count, numbers, TOAST_F32}, count};
-    std::vector<Part> parts;
-    std::vector<Result> results;
-    parts.reserve(some);
-    for (int i = 0; i < some; i++) {
-      const Part &part =
-          parts.emplace_back(arrays, next, d.packing[first + i], d.biased[first + i]);
-      made[i].reset(new float[count * part.matrix->rows]);
-      results.push_back({vectors, part, made[i].get()});
-    }
-    multiply(d.activation_bits, results);
-  };
-  norm(0, x);
-  Products projected[PROJECTIONS], sum, ruled(new float[count * d.of.values()]);
-  multiplied(0, d.projections, out, columns, projected);
-  step(d.of, {projected[0].get(), projected[1].get(), projected[2].get(), projected[3].get()},
-       {at(5), at(1), at(6), at(7), at(8), at(2)}, batch, length, d.kernel, d.eps[2], ruled.get(),
-       arrays.end()[-2], arrays.back());
-  multiplied(d.projections, 1, ruled.get(), d.of.values(), &sum);
-  add_vectors(sum.get(), x, count, columns);
-  norm(1, sum.get());
-  if (d.network.count) {
-    const Vectors inner = {{out, count, columns, TOAST_F32}, count};
-    feed(d.network, arrays, next, inner, out, TOAST_F32);
-  } else {
-    mix(d.mixture, arrays, next, out, count, columns, out);
+  mx::array last = arrays.end()[-2], after = arrays.back();
+  Contiguous x(arrays[0]), before(arrays[d.begun]), state(arrays[2 * d.begun]);
+  std::unique_ptr<float[]> normed(new float[count * columns]), projected[PROJECTIONS];
+  size_t at = 1 + 2 * d.begun;
+  apply_norm(layer, FIRST_NORM, arrays, at, x.floats(), count * columns, normed.get());
+  const Vectors vectors = {{normed.get(), count, columns, TOAST_F32}, count};
+  std::vector<Part> parts;
+  std::vector<Result> results;
+  parts.reserve(PROJECTIONS);
+  for (int i = 0; i < d.projections; i++) {
+    const int place = PLACES[i];
+    const Part &part = parts.emplace_back(arrays, at, layer.packing[place], layer.biased[place]);
+    projected[i].reset(new float[count * part.matrix->rows]);
+    results.push_back({vectors, part, projected[i].get()});
   }
-  add_vectors(out, sum.get(), count, columns);
+  multiply(layer.activation_bits, results);
+  Contiguous weight(arrays[at++]), a_log(arrays[at++]), bias(arrays[at++]), norm(arrays[at++]);
+  std::unique_ptr<float[]> y(new float[count * d.of.values()]);
+  step(d.of, {projected[0].get(), projected[1].get(), projected[2].get(), projected[3].get()},
+       {weight.floats(), d.begun ? before.floats() : nullptr, a_log.floats(), bias.floats(),
+        norm.floats(), d.begun ? state.floats() : nullptr},
+       batch, length, d.kernel, layer.is.eps[VALUE_NORM], y.get(), last.data<float>(),
+       after.data<float>());
+  end_layer(layer, d.ending, arrays, at, x.floats(), y.get(), count,
+            arrays.size() - 2 - d.ending.outputs);
 }
 
-// before, state: NULL for both at the start of a sequence. parts: of the network or mixture.
-Arrays decoded(const mx::array &x, const mx::array *before, const mx::array *state, Decoder d,
-               const toast_operands &own, const mx::array *const (*parts)[GIVEN]) {
-  check(x.ndim() == 3 && x.dtype() == mx::float32, "positions of another shape");
-  check(!before == !state, "a layer that has half begun");
-  const int columns = x.shape(2);
-  Arrays inputs = {x};
-  if ((d.begun = before)) inputs.push_back(*before), inputs.push_back(*state);
-  const size_t first = inputs.size();
-  for (int i = 0; i < BESIDE; i++) inputs.push_back(rest_of(own, i));
-  for (int i = 0; i < 2; i++)
-    check(rest_of(own, i).shape() == mx::Shape{columns} && rest_of(own, i).dtype() == mx::float32,
-          "a weight of another length");
-  check_rest({&rest_of(own, 2), before, &rest_of(own, 3), &rest_of(own, 4), &rest_of(own, 5),
-              state}, d.of, x.shape(0));
-  d.kernel = rest_of(own, 2).shape(1);
-  const auto wide = widths(d.of, d.projections);
-  for (int i = 0; i <= d.projections; i++) {
-    const bool last = i == d.projections;
-    const mx::array *part[GIVEN];
-    d.packing[i] = part_of(own, i, d.biased[i], part);
-    add_part(inputs, part, d.packing[i], last ? d.of.values() : columns);
-    check(part[0]->shape(-2) == (last ? columns : wide[i]), "projections of another shape");
+// before: both states, NULL at the start of a sequence.
+Arrays decoded(const mx::array &x, void **before, const toast_layer &is, const toast_delta_net &net,
+               const toast_operands &given, const toast_mixture *mixture) {
+  const Sizes of = {net.key_heads, net.value_heads, net.key_size, net.value_size};
+  check(net.projections == 2 || net.projections == 4, "other projections");
+  check(given.rest[FIRST_NORM] && !is.layer_norms && !is.parallel, "no norm, or layer norms");
+  check_rest({&rest_of(given, KERNEL), nullptr, &rest_of(given, BEHIND_FACTOR),
+              &rest_of(given, BEHIND_FACTOR + 1), &rest_of(given, VALUE_NORM), nullptr},
+             of, x.shape(0));
+  const int kernel = rest_of(given, KERNEL).shape(1);
+  Decoder d = {{is}, {}, of, net.projections, kernel, before[0] != nullptr};
+  Layer &layer = d.layer;
+  const auto states = states_of(of, x.shape(0), kernel);
+  Arrays inputs = begin_layer(x, before, states);
+  const int64_t columns = x.shape(-1);
+  add_norm(inputs, layer, FIRST_NORM, given, columns, columns);
+  const auto wide = widths(of, d.projections);
+  for (int i = 0; i < d.projections; i++) {
+    const int place = i < HEADS ? i : OUT + 1 + is.network;
+    check(add_layer_part(inputs, layer, PLACES[i], given, place, columns) == wide[i],
+          "projections of another shape");
   }
-  if (d.network.count) {
-    add_network(inputs, parts, d.network, columns);
-    check(parts[d.network.count - 1][0]->shape(-2) == columns, "rows of another length");
-  } else {
-    add_mixture(inputs, parts, d.mixture, columns);
-  }
-  const Weights weights = {first, inputs.size()};
-  return lazy("ToastDecoder", shapes_of(d.of, x.shape(), d.kernel),
-              {mx::float32, mx::float32, mx::float32}, std::move(inputs),
-              [d](const Arrays &arrays) { decode(d, arrays); }, d.begun ? 2 : -1, weights);
+  for (int i : PARAMETERS) inputs.push_back(rest_of(given, i));
+  d.ending = add_ending(inputs, layer, given, of.values(), mixture);
+  return lazy_layer("ToastDecoder", std::move(inputs), states, d.ending, d.begun,
+                    [d](const Arrays &arrays) { compute(d, arrays); });
 }
 
 }  // namespace
@@ -224,38 +201,15 @@ TOAST_API const char *toast_delta_layer_array(void *y, void *last, void *after, 
   });
 }
 
-// Constants of a decoder layer. projections: 2 or 4. network: number of its parts, 0 for a mixture.
-// eps: of the input norm, the norm after attention, the gated norm in the rule. Parts: projections,
-// output projection, the network's. Other arrays: weights of both norms, convolution's weight,
-// a_log, bias, gated norm.
-typedef struct {
-  int32_t key_heads, value_heads, key_size, value_size, projections, network, activation;
-  float eps[3];
-} toast_decoder;
-
-// before, state: NULL for both at the start of a sequence. mixture: or NULL.
-TOAST_API const char *toast_decoder_array(void *y, void *last, void *after, void *x, void *before,
-                                          void *state, const toast_operands *given,
-                                          const toast_decoder *is, const toast_mixture *mixture) {
-  using toast::array_if, toast::array_of;
+// before: both states, NULL at the start of a sequence. mixture: the network, or NULL.
+TOAST_API const char *toast_decoder_array(void **outs, void *x, void **before,
+                                          const toast_operands *given, const toast_layer *layer,
+                                          const toast_delta_net *net,
+                                          const toast_mixture *mixture) {
+  using toast::array_of;
   return toast::guarded([&] {
-    toast::check(is->projections == 2 || is->projections == 4, "other projections");
-    toast::Decoder d = {};
-    d.of = {is->key_heads, is->value_heads, is->key_size, is->value_size};
-    std::copy_n(is->eps, 3, d.eps);
-    d.projections = is->projections, d.activation_bits = given->activation_bits;
-    const mx::array *parts[toast::MIXED][toast::GIVEN];
-    if (mixture) {
-      toast::check(!is->network, "two networks");
-      d.mixture = toast::mixture_of(*mixture, parts);
-    } else {
-      d.network = toast::network_of(*given, is->projections + 1, is->network, false,
-                                    is->activation, parts);
-    }
-    auto made = toast::decoded(array_of(x), array_if(before), array_if(state), d, *given, parts);
-    array_of(y) = made[0];
-    array_of(last) = made[1];
-    array_of(after) = made[2];
+    auto made = toast::decoded(array_of(x), before, *layer, *net, *given, mixture);
+    for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
 }
 

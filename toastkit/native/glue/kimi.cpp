@@ -2,8 +2,6 @@
 // with the gated delta rule, one decay per key column (kernels/recurrent.h), in place of attention.
 #include <cmath>
 
-#include "blocks.h"
-#include "mixture.h"
 #include "recurrent.h"
 
 namespace toast {
@@ -11,20 +9,19 @@ namespace {
 
 // Parts: queries, keys, values, out and the network's; then two low-rank factors of the decays, b,
 // and two low-rank factors of the gates of y. VALUE_NORM is that of each head of y.
-// toast_operands.rest has the convolutions' weights of queries and keys in place of RoPE
-// frequencies and sinks; after FACTOR, that of values, a_log and the bias of decays.
+// toast_operands.rest has the convolutions' weights of queries and keys at KERNEL and KERNEL_BIAS;
+// from BEHIND_FACTOR on, that of values, a_log and the bias of decays.
 constexpr int SEQUENCES = 3;  // that are convolved: queries, keys, values
 enum { FIRST_DECAYS, SECOND_DECAYS, RATES, FIRST_GATES, SECOND_GATES, DELTA_PARTS };
-enum { BEFORE_FACTOR = NORMS, BEHIND_FACTOR = FACTOR + 1, DELTA_ARRAYS = SEQUENCES + 2 };
+constexpr int DELTA_ARRAYS = SEQUENCES + 2;
 
 struct Kimi {
   Layer layer;
   int heads, size, kernel;  // size: of a head
   Packing packing[DELTA_PARTS];
   bool biased[DELTA_PARTS];
-  Mixture mixture;
+  Ending ending;
   bool begun;
-  size_t outputs;  // 1; 2 if the network is computed elsewhere: the sum and its norm
   int numbers() const { return heads * size; }
 };
 
@@ -83,12 +80,10 @@ void compute(const Kimi &k, const Arrays &arrays) {
   const Layer &layer = k.layer;
   const int64_t batch = arrays[0].shape(0), length = arrays[0].shape(1);
   const int64_t columns = arrays[0].shape(2), count = batch * length, all = k.numbers();
-  mx::array after = arrays.back(), out = arrays.end()[-2 - SEQUENCES];
-  mx::array first = arrays.end()[-1 - SEQUENCES - int(k.outputs)];
+  mx::array after = arrays.back();
   Contiguous x(arrays[0]);
-  std::unique_ptr<float[]> memory(new float[count * (2 * columns + 4 * all)]);
-  float *const normed = memory.get(), *const own = normed + count * columns;
-  float *const y = own + count * columns;
+  std::unique_ptr<float[]> memory(new float[count * (columns + 4 * all)]);
+  float *const normed = memory.get(), *const y = normed + count * columns;
   size_t at = 1 + (SEQUENCES + 1) * k.begun;
   apply_norm(layer, FIRST_NORM, arrays, at, x.floats(), count * columns, normed);
   const Projected p = project(k, arrays, at, normed, count, columns);
@@ -115,10 +110,8 @@ void compute(const Kimi &k, const Arrays &arrays) {
   need(toast_gated_delta(&delta, y, after.data<float>()));
   apply_norm(layer, VALUE_NORM, arrays, at, y, count * all, y);
   need(toast_gate(p.gates, y, count * all, TOAST_F32, TOAST_SIGMOID, y));
-  float *const to = out.data<float>();
-  float *const sum = k.outputs == 2 ? first.data<float>() : own;
-  finish_layer(layer, arrays, at, x.floats(), y, count, sum, to);
-  if (k.mixture.choice.chosen) finish_with_mixture(layer, k.mixture, arrays, at, sum, count, to);
+  const size_t outs = arrays.size() - 1 - SEQUENCES - k.ending.outputs;
+  end_layer(layer, k.ending, arrays, at, x.floats(), y, count, outs);
 }
 
 // Appends the arrays of projections, convolutions, a_log and bias.
@@ -137,8 +130,8 @@ void add_projections(Arrays &inputs, Kimi &k, const toast_operands &given) {
     inner = part[0]->shape(-2);
     check(i == RATES ? inner == k.heads : !second || inner == all, "gates of another length");
   }
-  const int at[DELTA_ARRAYS] = {BEFORE_FACTOR, BEFORE_FACTOR + 1, BEHIND_FACTOR,
-                                BEHIND_FACTOR + 1, BEHIND_FACTOR + 2};
+  const int at[DELTA_ARRAYS] = {KERNEL, KERNEL_BIAS, BEHIND_FACTOR, BEHIND_FACTOR + 1,
+                                BEHIND_FACTOR + 2};
   for (int i = 0; i < DELTA_ARRAYS; i++) {
     const mx::array &one = rest_of(given, at[i]);
     const bool fits = i < SEQUENCES    ? one.shape() == mx::Shape{all, k.kernel, 1}
@@ -152,45 +145,25 @@ void add_projections(Arrays &inputs, Kimi &k, const toast_operands &given) {
 // before: states of the convolutions, and of the rule; all NULL at the start of a sequence.
 Arrays kimi_layer(const mx::array &x, void **before, const toast_layer &is, int size,
                   const toast_operands &given, const toast_mixture *mixture) {
-  check_hidden_states(x);
   check(!is.layer_norms && !is.parallel && is.heads > 0 && size > 0, "layer norms, or no heads");
-  Kimi k = {{is}, is.heads, size, 0, {}, {}, {}, before[0] != nullptr, 1};
+  Kimi k = {{is}, is.heads, size, 0, {}, {}, {}, before[0] != nullptr};
   Layer &layer = k.layer;
-  layer.activation_bits = given.activation_bits;
-  const mx::array &weight = rest_of(given, BEFORE_FACTOR);
+  const mx::array &weight = rest_of(given, KERNEL);
   check(weight.ndim() == 3 && weight.shape(1) > 0 && weight.shape(1) <= MAX_KERNEL,
         "a convolution of another shape");
   k.kernel = weight.shape(1);
   const int batch = x.shape(0), all = k.numbers();
-  std::vector<mx::Shape> shapes(SEQUENCES, {batch, k.kernel - 1, all});
-  shapes.push_back({batch, k.heads, size, size});
-  Arrays inputs = {x};
-  for (int i = 0; i <= SEQUENCES; i++) {
-    check(!before[i] == !k.begun, "a layer that has partly begun");
-    if (!k.begun) continue;
-    inputs.push_back(array_of(before[i]));
-    check(inputs.back().shape() == shapes[i] && inputs.back().dtype() == mx::float32,
-          "rows that came before, or a state, of another shape");
-  }
-  const size_t first = inputs.size();
+  std::vector<mx::Shape> states(SEQUENCES, {batch, k.kernel - 1, all});
+  states.push_back({batch, k.heads, size, size});
+  Arrays inputs = begin_layer(x, before, states);
   const int64_t columns = x.shape(2);
   check(given.rest[FIRST_NORM] && given.rest[VALUE_NORM], "no norms");
   add_norm(inputs, layer, FIRST_NORM, given, columns, columns);
   add_projections(inputs, k, given);
   add_norm(inputs, layer, VALUE_NORM, given, size, size);
-  add_finish(inputs, layer, given, all);
-  check(is.network || layer.has[SECOND_NORM], "no network");
-  if (mixture) {
-    k.mixture = add_mixture_network(inputs, layer, given, *mixture);
-  } else if (!is.network) {
-    k.outputs = 2;
-  }
-  const Weights weights = {first, inputs.size()};
-  shapes.insert(shapes.begin(), k.outputs, x.shape());
-  std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
-  return lazy("ToastKimiLayer", std::move(shapes), dtypes, std::move(inputs),
-              [k](const Arrays &arrays) { compute(k, arrays); }, k.begun ? 1 + SEQUENCES : -1,
-              weights);
+  k.ending = add_ending(inputs, layer, given, all, mixture);
+  return lazy_layer("ToastKimiLayer", std::move(inputs), states, k.ending, k.begun,
+                    [k](const Arrays &arrays) { compute(k, arrays); });
 }
 
 }  // namespace
@@ -204,11 +177,11 @@ extern "C" {
 // head. mixture: its network, or NULL. Lazy. Returns an error message or NULL.
 TOAST_API const char *toast_kimi_layer_array(void **outs, void *x, void **before,
                                              const toast_operands *given,
-                                             const toast_layer *layer, int size,
+                                             const toast_layer *layer, const int32_t *size,
                                              const toast_mixture *mixture) {
   using toast::array_of;
   return toast::guarded([&] {
-    auto made = toast::kimi_layer(array_of(x), before, *layer, size, *given, mixture);
+    auto made = toast::kimi_layer(array_of(x), before, *layer, *size, *given, mixture);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
 }

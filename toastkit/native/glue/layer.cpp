@@ -22,12 +22,9 @@ toast_rows rows_of(const mx::array &cache) {
           cache_type(cache)};
 }
 
-// A layer and the mixture that is its network, if that has experts. outputs: 1; 2 without a network
-// or mixture: the sum and its norm.
 struct LayerOp {
   Layer layer;
-  Mixture mixture;
-  size_t outputs;
+  Ending ending;
   bool sinks, scaled, summed;
 };
 
@@ -135,11 +132,10 @@ void compute(const LayerOp &op, const Arrays &arrays, const CacheSpan &span) {
   const Layer &layer = op.layer;
   const toast_layer &is = layer.is;
   const mx::array &x = arrays[0];
-  const int64_t columns = x.shape(2), count = x.shape(0) * x.shape(1);
-  const size_t all = arrays.size(), outs = op.outputs + (is.shares_cache ? 0 : 2);
+  const int64_t count = x.shape(0) * x.shape(1);
+  const size_t all = arrays.size(), outs = op.ending.outputs + (is.shares_cache ? 0 : 2);
   const size_t caches = all - outs - 2, kept_in = is.shares_cache ? caches : all - 2;
   const WriterGuard keys_written(arrays[kept_in]), values_written(arrays[kept_in + 1]);
-  mx::array first_out = arrays[all - outs], out = arrays[all - outs + op.outputs - 1];
   Contiguous contiguous(x);
   std::optional<Contiguous> total, own, scales;  // before the caches, in reverse order
   size_t beside = caches;
@@ -151,8 +147,7 @@ void compute(const LayerOp &op, const Arrays &arrays, const CacheSpan &span) {
       contiguous.floats(), x.shape(0), x.shape(1), span, arrays[caches], arrays[caches + 1],
       arrays[kept_in], arrays[kept_in + 1], scales ? scales->floats() : nullptr,
   };
-  const int64_t joined = count * is.heads * attended_size(layer);
-  std::unique_ptr<float[]> memory(new float[joined + count * columns]), made;
+  std::unique_ptr<float[]> memory(new float[count * is.heads * attended_size(layer)]), made;
   float *const attended = memory.get();
   size_t at = 1;
   if (is.latent) {
@@ -161,13 +156,8 @@ void compute(const LayerOp &op, const Arrays &arrays, const CacheSpan &span) {
     attend(op, arrays, at, attention, attended);
   }
   const float *values = project_values(layer, arrays, at, attended, count, made);
-  float *const to = out.data<float>();
-  float *const sum = op.outputs == 2            ? first_out.data<float>()
-                     : is_attention_only(layer) ? to
-                                                : attended + joined;
-  finish_layer(layer, arrays, at, total ? total->floats() : contiguous.floats(), values, count, sum,
-               to, own ? own->floats() : nullptr);
-  if (op.mixture.choice.chosen) finish_with_mixture(layer, op.mixture, arrays, at, sum, count, to);
+  end_layer(layer, op.ending, arrays, at, total ? total->floats() : contiguous.floats(), values,
+            count, all - outs, own ? own->floats() : nullptr);
 }
 
 // The layer's outputs, one or two, and both updated caches.
@@ -176,7 +166,7 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
                 const CacheSpan &span, const toast_layer &is, const toast_operands &given,
                 const toast_mixture *mixture) {
   check_hidden_states(x);
-  LayerOp op = {{is}, {}, 1, false, scales != nullptr, sum != nullptr};
+  LayerOp op = {{is}, {}, false, scales != nullptr, sum != nullptr};
   Layer &layer = op.layer;
   Arrays inputs = {x};
   if (is.latent) {
@@ -195,12 +185,8 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
     }
   }
   add_value_projection(inputs, layer, given);
-  add_finish(inputs, layer, given, int64_t(is.heads) * (layer.value ? layer.value : layer.size[2]));
-  if (mixture) {
-    op.mixture = add_mixture_network(inputs, layer, given, *mixture);
-  } else if (!is.network && !is_attention_only(layer)) {
-    op.outputs = 2;
-  }
+  const int64_t value = layer.value ? layer.value : layer.size[2];
+  op.ending = add_ending(inputs, layer, given, is.heads * value, mixture);
   mx::Shape shape = {x.shape(0), is.key_heads, x.shape(1), layer.size[1]};
   check_cache(keys, shape, span.first);
   shape[3] = layer.size[2];
@@ -221,15 +207,16 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
     inputs.push_back(*sum);
   }
   inputs.push_back(keys), inputs.push_back(values);
-  std::vector<mx::Shape> shapes(op.outputs, x.shape());
+  std::vector<mx::Shape> shapes(op.ending.outputs, x.shape());
   std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
   for (auto cache : {&keys, &values})
     if (!is.shares_cache) shapes.push_back(cache->shape()), dtypes.push_back(cache->dtype());
   return lazy("ToastLayer", std::move(shapes), dtypes, std::move(inputs),
               [=](const Arrays &arrays) {
     compute(op, arrays, span);
-  }, [sums = op.outputs, all = is_attention_only(layer)](const Arrays &inputs, Arrays &outputs) {
-    if (all) {  // out is written before x is read for the last time
+  }, [sums = op.ending.outputs, bare = is_attention_only(layer)](const Arrays &inputs,
+                                                                 Arrays &outputs) {
+    if (bare) {  // out is written before x is read for the last time
       outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
     } else {
       reuse_or_allocate(inputs[0], outputs[sums - 1]);

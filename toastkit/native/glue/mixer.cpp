@@ -1,7 +1,5 @@
 // Mamba-2 mixers (kernels/recurrent.h) as MLX primitives: between their projections, and as whole
 // layers of the common form in place of attention.
-#include "blocks.h"
-#include "mixture.h"
 #include "recurrent.h"
 
 extern "C" {
@@ -84,10 +82,10 @@ Mixer mixer_of(const toast_mixer &is, const mx::array *const (&with)[STEPS_WITH]
   return m;
 }
 
-// Shapes of the output, of the convolution's state and of the scan's.
-std::vector<mx::Shape> shapes_of(const Mixer &m, const mx::Shape &y) {
-  return {y, {y[0], m.kernel - 1, m.channels},
-          {y[0], m.is.heads, m.inner() / m.is.heads, m.is.numbers}};
+// Shapes of the states of the convolution and of the scan.
+std::vector<mx::Shape> states_of(const Mixer &m, int batch) {
+  return {{batch, m.kernel - 1, m.channels},
+          {batch, m.is.heads, m.inner() / m.is.heads, m.is.numbers}};
 }
 
 // objects: in the order of STEPS_WITH. Returns y and both new states.
@@ -101,9 +99,10 @@ Arrays mixed(void **objects, const toast_mixer &is) {
   const int batch = projected.shape(0), length = projected.shape(1);
   const Mixer m = mixer_of(is, with, batch);
   check(projected.shape(2) == m.all(), "steps of another shape");
-  return lazy("ToastMixer", shapes_of(m, {batch, length, m.inner()}),
-              {mx::float32, mx::float32, mx::float32}, std::move(inputs),
-              [=](const Arrays &arrays) {
+  auto shapes = states_of(m, batch);
+  shapes.insert(shapes.begin(), {batch, length, m.inner()});
+  return lazy("ToastMixer", std::move(shapes), {mx::float32, mx::float32, mx::float32},
+              std::move(inputs), [=](const Arrays &arrays) {
     mx::array y = arrays.end()[-3], last = arrays.end()[-2], after = arrays.back();
     const OptionalFloats at(arrays, given);
     mixer_steps(m, {at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)}, batch, length,
@@ -111,17 +110,13 @@ Arrays mixed(void **objects, const toast_mixer &is) {
   }, input_index(given, STATE));
 }
 
-// A layer whose part 0 is the input projection; VALUE_NORM is the mixer's norm. toast_operands.rest
-// has the convolution's weight and bias where other layers have RoPE frequencies and sinks; a_log,
-// d and dt's bias follow FACTOR.
-enum { KERNEL = NORMS, KERNEL_BIAS, AFTER_FACTOR = FACTOR + 1 };
-
+// A layer whose part 0 is the input projection; VALUE_NORM is the mixer's norm. From BEHIND_FACTOR
+// on there are a_log, d and dt's bias.
 struct MixerLayer {
   Layer layer;
   Mixer mixer;
-  Mixture mixture;
+  Ending ending;
   bool biased, begun;
-  size_t outputs;  // 1; 2 if the network is computed elsewhere: the sum and its norm
 };
 
 // y = norm(silu(gate) * y), (count, inner), with gates from the projected rows. weight: of the
@@ -148,13 +143,11 @@ void compute(const MixerLayer &m, const Arrays &arrays) {
   const int64_t batch = arrays[0].shape(0), length = arrays[0].shape(1);
   const int64_t columns = arrays[0].shape(2), count = batch * length, inner = m.mixer.inner();
   const Layer &layer = m.layer;
-  mx::array after = arrays.back(), last = arrays.end()[-2], out = arrays.end()[-3];
-  mx::array first = arrays.end()[-2 - int(m.outputs)];
+  mx::array after = arrays.back(), last = arrays.end()[-2];
   Contiguous x(arrays[0]), before(arrays[m.begun]), state(arrays[2 * m.begun]);
-  std::unique_ptr<float[]> memory(
-      new float[count * (columns + m.mixer.all() + inner + columns)]);
+  std::unique_ptr<float[]> memory(new float[count * (columns + m.mixer.all() + inner)]);
   float *const normed = memory.get(), *const projected = normed + count * columns;
-  float *const y = projected + count * m.mixer.all(), *const own = y + count * inner;
+  float *const y = projected + count * m.mixer.all();
   size_t at = 1 + 2 * m.begun;
   if (layer.has[FIRST_NORM])
     apply_norm(layer, FIRST_NORM, arrays, at, x.floats(), count * columns, normed);
@@ -173,31 +166,25 @@ void compute(const MixerLayer &m, const Arrays &arrays) {
   std::unique_ptr<Contiguous> weight(layer.has[VALUE_NORM] ? new Contiguous(arrays[at++])
                                                            : nullptr);
   gate_steps(m, projected, count, weight ? weight->floats() : nullptr, y);
-  float *const to = out.data<float>();
-  float *const sum = m.outputs == 2 ? first.data<float>() : is_attention_only(layer) ? to : own;
-  finish_layer(layer, arrays, at, x.floats(), y, count, sum, to);
-  if (m.mixture.choice.chosen) finish_with_mixture(layer, m.mixture, arrays, at, sum, count, to);
+  end_layer(layer, m.ending, arrays, at, x.floats(), y, count,
+            arrays.size() - 2 - m.ending.outputs);
 }
 
-// before, state: of the convolution and the scan; NULL for both at the start of a sequence.
-Arrays mixer_layer(const mx::array &x, const mx::array *before, const mx::array *state,
-                   const toast_layer &is, const toast_mixer &mixer, const toast_operands &given,
+// before: states of the convolution and the scan; both NULL at the start of a sequence.
+Arrays mixer_layer(const mx::array &x, void **before, const toast_layer &is,
+                   const toast_mixer &mixer, const toast_operands &given,
                    const toast_mixture *mixture) {
-  check_hidden_states(x);
-  check(!before == !state, "a layer that has half begun");
   check(!is.layer_norms && !is.parallel, "layer norms, which mixers have not");
-  const int64_t columns = x.shape(2);
-  MixerLayer m = {{is}, {}, {}, given.rest[KERNEL_BIAS] != nullptr, before != nullptr, 1};
+  const int64_t columns = x.shape(-1);
+  MixerLayer m = {{is}, {}, {}, given.rest[KERNEL_BIAS] != nullptr, before[0] != nullptr};
   Layer &layer = m.layer;
-  layer.activation_bits = given.activation_bits;
-  Arrays inputs = {x};
-  if (m.begun) inputs.push_back(*before), inputs.push_back(*state);
-  const size_t first = inputs.size();
-  void *const *more = given.rest + AFTER_FACTOR;
+  void *const *more = given.rest + BEHIND_FACTOR;
   const mx::array *with[STEPS_WITH] = {
-      nullptr, &rest_of(given, KERNEL), array_if(given.rest[KERNEL_BIAS]), before,
-      array_if(more[0]), array_if(more[1]), array_if(more[2]), state};
+      nullptr, &rest_of(given, KERNEL), array_if(given.rest[KERNEL_BIAS]), nullptr,
+      array_if(more[0]), array_if(more[1]), array_if(more[2]), nullptr};
   m.mixer = mixer_of(mixer, with, x.shape(0));
+  const auto states = states_of(m.mixer, x.shape(0));
+  Arrays inputs = begin_layer(x, before, states);
   const int64_t inner = m.mixer.inner();
   check(mixer.normed ? mixer.normed > 0 && inner % mixer.normed == 0 : !given.rest[VALUE_NORM],
         "a norm of other numbers");
@@ -208,18 +195,9 @@ Arrays mixer_layer(const mx::array &x, const mx::array *before, const mx::array 
     if (with[i]) inputs.push_back(*with[i]);
   add_norm(inputs, layer, VALUE_NORM, given, inner, inner);
   check(!layer.has[VALUE_NORM] || inputs.back().dtype() == mx::float32, "a norm in 16 bits");
-  add_finish(inputs, layer, given, inner);
-  if (mixture) {
-    m.mixture = add_mixture_network(inputs, layer, given, *mixture);
-  } else if (!is_attention_only(layer) && !is.network) {
-    m.outputs = 2;
-  }
-  const Weights weights = {first, inputs.size()};
-  auto shapes = shapes_of(m.mixer, x.shape());
-  if (m.outputs == 2) shapes.insert(shapes.begin(), x.shape());
-  std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
-  return lazy("ToastMixerLayer", std::move(shapes), dtypes, std::move(inputs),
-              [m](const Arrays &arrays) { compute(m, arrays); }, m.begun ? 2 : -1, weights);
+  m.ending = add_ending(inputs, layer, given, inner, mixture);
+  return lazy_layer("ToastMixerLayer", std::move(inputs), states, m.ending, m.begun,
+                    [m](const Arrays &arrays) { compute(m, arrays); });
 }
 
 }  // namespace
@@ -240,16 +218,15 @@ TOAST_API const char *toast_mixer_array(void *y, void *last, void *after, void *
 }
 
 // Sets `outs`, unshared arrays, to the output of a layer (one array; two, the sum and its norm, if
-// its network is computed elsewhere) and its mixer's new states. before, state: NULL for both at
-// the start of a sequence. mixture: its network, or NULL. Lazy. Returns as above.
-TOAST_API const char *toast_mixer_layer_array(void **outs, void *x, void *before, void *state,
+// its network is computed elsewhere) and its mixer's new states. before: both states, NULL at the
+// start of a sequence. mixture: its network, or NULL. Lazy. Returns as above.
+TOAST_API const char *toast_mixer_layer_array(void **outs, void *x, void **before,
                                               const toast_operands *given,
                                               const toast_layer *layer, const toast_mixer *is,
                                               const toast_mixture *mixture) {
-  using toast::array_if, toast::array_of;
+  using toast::array_of;
   return toast::guarded([&] {
-    auto made = toast::mixer_layer(array_of(x), array_if(before), array_if(state), *layer, *is,
-                                   *given, mixture);
+    auto made = toast::mixer_layer(array_of(x), before, *layer, *is, *given, mixture);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
 }

@@ -127,6 +127,10 @@ void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int
   if (shared) add_vectors(out, more.get(), count, columns);
 }
 
+namespace {
+
+// The mixture that is a layer's network; appends its arrays and those of the norm after it. Throws
+// as add_matrix.
 Mixture add_mixture_network(Arrays &inputs, Layer &layer, const toast_operands &given,
                             const toast_mixture &is) {
   check(!layer.is.network && layer.has[SECOND_NORM] && is.choice.chosen > 0,
@@ -139,14 +143,14 @@ Mixture add_mixture_network(Arrays &inputs, Layer &layer, const toast_operands &
   return mixture;
 }
 
+// Ends a layer that finish_layer left at out = norm(sum): out = m norm(mixture(out)) + sum, (count,
+// columns) each. m: the layer's multiplier.
 void finish_with_mixture(const Layer &layer, const Mixture &mixture, const Arrays &arrays,
                          size_t &at, const float *sum, int64_t count, float *out) {
   const int64_t columns = arrays[0].shape(-1);
   mix(mixture, arrays, at, out, count, columns, out);
   add_residual(layer, FED_NORM, arrays, at, out, sum, count, columns);
 }
-
-namespace {
 
 // A layer without attention: x + m network(norm(x)) of x (B, L, columns), m the multiplier. The
 // parts of `given` are the network's, unless that is a mixture.
@@ -186,6 +190,27 @@ mx::array fed(const mx::array &x, const toast_layer &is, const toast_operands &g
 }
 
 }  // namespace
+
+Ending add_ending(Arrays &inputs, Layer &layer, const toast_operands &given, int64_t attended,
+                  const toast_mixture *mixture) {
+  add_finish(inputs, layer, given, attended);
+  if (mixture) return {add_mixture_network(inputs, layer, given, *mixture)};
+  return {{}, layer.is.network || is_attention_only(layer) ? 1u : 2u};
+}
+
+void end_layer(const Layer &layer, const Ending &ending, const Arrays &arrays, size_t &at,
+               const float *x, const float *attended, int64_t count, size_t outs,
+               const float *own) {
+  mx::array first = arrays[outs], last = arrays[outs + ending.outputs - 1];
+  float *const out = last.data<float>();
+  const bool apart = ending.outputs == 1 && !is_attention_only(layer);
+  std::unique_ptr<float[]> memory(apart ? new float[first.size()] : nullptr);
+  float *const sum = apart ? memory.get() : first.data<float>();
+  finish_layer(layer, arrays, at, x, attended, count, sum, out, own);
+  if (ending.mixture.choice.chosen)
+    finish_with_mixture(layer, ending.mixture, arrays, at, sum, count, out);
+}
+
 }  // namespace toast
 
 extern "C" {

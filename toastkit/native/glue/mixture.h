@@ -48,14 +48,21 @@ void add_mixture(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const M
 void mix(const Mixture &mixture, const Arrays &arrays, size_t &at, const float *x, int64_t count,
          int64_t columns, float *out);
 
-// The mixture that is a layer's network; appends its arrays and those of the norm after it. Throws
-// as add_matrix.
-Mixture add_mixture_network(Arrays &inputs, Layer &layer, const toast_operands &given,
-                            const toast_mixture &is);
+// What follows attention, or what stands in its place: finish_layer, then the mixture that is the
+// layer's network, if that has experts. outputs: 1; 2 if the network is computed elsewhere: the sum
+// and its norm.
+struct Ending {
+  Mixture mixture = {};
+  size_t outputs = 1;
+};
 
-// Ends a layer that finish_layer left at out = norm(sum): out = m norm(mixture(out)) + sum, (count,
-// columns) each. m: the layer's multiplier.
-void finish_with_mixture(const Layer &layer, const Mixture &mixture, const Arrays &arrays,
-                         size_t &at, const float *sum, int64_t count, float *out);
+// Appends its arrays. mixture: or NULL. attended: see add_finish. Throws as add_matrix.
+Ending add_ending(Arrays &inputs, Layer &layer, const toast_operands &given, int64_t attended,
+                  const toast_mixture *mixture);
+
+// Computes it. outs: index of the first output; the others are as for finish_layer.
+void end_layer(const Layer &layer, const Ending &ending, const Arrays &arrays, size_t &at,
+               const float *x, const float *attended, int64_t count, size_t outs,
+               const float *own = nullptr);
 
 }  // namespace toast

@@ -1,10 +1,11 @@
-// Shared by primitives of recurrent layers: float32 arrays, of which some are optional.
+// Shared by primitives of recurrent layers: float32 arrays, of which some are optional; and whole
+// layers of the common form with a recurrence in place of attention.
 #pragma once
 
 #include <algorithm>
 
 #include "../kernels/recurrent.h"
-#include "arrays.h"
+#include "mixture.h"
 
 namespace toast {
 
@@ -64,6 +65,38 @@ inline void save_last_rows(const float *x, int64_t batch, int64_t length, int64_
 
 inline void check_floats(const Arrays &inputs) {
   for (auto &one : inputs) check(one.dtype() == mx::float32, "numbers that are no float32");
+}
+
+// Where toast_operands.rest of such a layer has what others have not: KERNEL and KERNEL_BIAS in
+// place of RoPE frequencies and sinks; BEHIND_FACTOR and the following.
+enum { KERNEL = NORMS, KERNEL_BIAS, BEHIND_FACTOR = FACTOR + 1 };
+
+// The first inputs of such a layer: x (B, L, columns) and, unless it is at the start of a sequence,
+// where all are NULL, its states. All float32. Throws std::invalid_argument if they do not fit.
+inline Arrays begin_layer(const mx::array &x, void **before, const std::vector<mx::Shape> &states) {
+  check_hidden_states(x);
+  Arrays inputs = {x};
+  for (size_t i = 0; i < states.size(); i++) {
+    check(!before[i] == !before[0], "a layer that has partly begun");
+    if (!before[i]) continue;
+    inputs.push_back(array_of(before[i]));
+    check(inputs.back().shape() == states[i] && inputs.back().dtype() == mx::float32,
+          "rows that came before, or a state, of another shape");
+  }
+  return inputs;
+}
+
+// Such a layer: its outputs and new states. inputs: as begun, then weights. The last state may take
+// over the buffer of the one before.
+inline Arrays lazy_layer(const char *name, Arrays inputs, const std::vector<mx::Shape> &states,
+                         const Ending &ending, bool begun, Work work) {
+  std::vector<mx::Shape> shapes(ending.outputs, inputs[0].shape());
+  shapes.insert(shapes.end(), states.begin(), states.end());
+  const std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
+  const size_t kept = begun ? states.size() : 0;
+  const Weights weights = {1 + kept, inputs.size()};
+  return lazy(name, std::move(shapes), dtypes, std::move(inputs), std::move(work),
+              begun ? int(kept) : -1, weights);
 }
 
 }  // namespace toast

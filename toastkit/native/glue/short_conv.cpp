@@ -1,19 +1,16 @@
 // A layer with a gated short convolution (LFM2) as one MLX primitive: a layer of the common form,
 // with gates b and c and values v in place of queries, keys and values.
 #include "../kernels/rows.h"
-#include "blocks.h"
 #include "recurrent.h"
 
 namespace toast {
 namespace {
 
-enum { WEIGHT = NORMS, BIAS };  // of the convolution, in place of RoPE frequencies and sinks
-
 struct ShortConv {
   Layer layer;
+  Ending ending;
   int64_t kernel;
   bool biased, begun;
-  size_t outputs;  // 1; 2 without a network: the sum and its norm
 };
 
 // v = c * convolution(b * v). last: the convolution's new state, the last rows of b * v.
@@ -22,9 +19,8 @@ void convolve(const ShortConv &s, const Arrays &arrays, size_t &at, const float 
   const int64_t count = batch * length * columns, kept = (s.kernel - 1) * columns;
   Contiguous weight(arrays[at++]);
   std::unique_ptr<Contiguous> bias(s.biased ? new Contiguous(arrays[at++]) : nullptr);
-  std::unique_ptr<Contiguous> before(s.begun ? new Contiguous(arrays[arrays.size() - s.outputs - 2])
-                                             : nullptr);
-  const float *earlier = before ? before->floats() : nullptr;
+  Contiguous before(arrays[s.begun]);
+  const float *earlier = s.begun ? before.floats() : nullptr;
   std::unique_ptr<float[]> gated(new float[count]);
   for (int64_t i = 0; i < count; i++) gated[i] = b[i] * v[i];
   const toast_convolution convolution = {
@@ -37,57 +33,48 @@ void convolve(const ShortConv &s, const Arrays &arrays, size_t &at, const float 
   save_last_rows(gated.get(), batch, length, columns, earlier, s.kernel - 1, columns, last);
 }
 
-// arrays, in order: x; those of project_heads; the convolution's; those of finish_layer; the
-// convolution's state, if begun. Outputs: those of the layer, the new state.
+// arrays, in order: x; the convolution's state, if begun; those of project_heads; the
+// convolution's; those of finish_layer; the mixture's. Outputs: those of the layer, the new state.
 void compute(const ShortConv &s, const Arrays &arrays) {
   const mx::array &x = arrays[0];
   const int64_t batch = x.shape(0), length = x.shape(1), columns = x.shape(2);
   const int64_t count = batch * length, all = count * columns;
-  mx::array last = arrays.back(), out = arrays.end()[-2], first = arrays.end()[-1 - int(s.outputs)];
+  mx::array last = arrays.back();
   Contiguous contiguous(x);
   const float *rows = contiguous.floats();
-  std::unique_ptr<float[]> memory(new float[4 * all]);
-  float *const b = memory.get(), *const c = b + all, *const v = c + all, *const own = v + all;
-  size_t at = 1;
+  std::unique_ptr<float[]> memory(new float[3 * all]);
+  float *const b = memory.get(), *const c = b + all, *const v = c + all;
+  size_t at = 1 + s.begun;
   project_heads(s.layer, arrays, at, rows, count, {b, c, v});
   convolve(s, arrays, at, b, c, v, batch, length, columns, last.data<float>());
-  finish_layer(s.layer, arrays, at, rows, v, count, s.outputs == 1 ? own : first.data<float>(),
-               out.data<float>());
+  end_layer(s.layer, s.ending, arrays, at, rows, v, count, arrays.size() - 1 - s.ending.outputs);
 }
 
-Arrays short_conv(const mx::array &x, const mx::array *before, const toast_layer &is,
-                  const toast_operands &given) {
-  check_hidden_states(x);
-  ShortConv s = {{is}, 0, given.rest[BIAS] != nullptr, before != nullptr, is.network ? 1u : 2u};
-  const int columns = x.shape(2);
+Arrays short_conv(const mx::array &x, void **before, const toast_layer &is,
+                  const toast_operands &given, const toast_mixture *mixture) {
+  ShortConv s = {{is}, {}, 0, given.rest[KERNEL_BIAS] != nullptr, before[0] != nullptr};
+  const int columns = x.shape(-1);
   check(is.heads == 1 && is.key_heads == 1 && is.fused_head == columns && !is.shares_cache &&
             !is.layer_input,
         "gates of another size");
-  Arrays inputs = {x};
-  add_head_projections(inputs, s.layer, given);
-  const mx::array &weight = rest_of(given, WEIGHT);
+  const mx::array &weight = rest_of(given, KERNEL);
   s.kernel = weight.ndim() == 3 ? weight.shape(1) : 0;
   check(s.kernel > 1 && s.kernel <= MAX_KERNEL && weight.dtype() == mx::float32 &&
             weight.shape() == mx::Shape{columns, int(s.kernel), 1},
         "a convolution of another shape");
+  const std::vector<mx::Shape> states = {{x.shape(0), int(s.kernel) - 1, columns}};
+  Arrays inputs = begin_layer(x, before, states);
+  add_head_projections(inputs, s.layer, given);
   inputs.push_back(weight);
   if (s.biased) {
-    const mx::array &bias = rest_of(given, BIAS);
+    const mx::array &bias = rest_of(given, KERNEL_BIAS);
     check(bias.shape() == mx::Shape{columns} && bias.dtype() == mx::float32,
           "a bias of another shape");
     inputs.push_back(bias);
   }
-  add_finish(inputs, s.layer, given, columns);
-  const Weights weights = {1, inputs.size()};
-  const mx::Shape kept = {x.shape(0), int(s.kernel) - 1, columns};
-  if (before) {
-    check(before->shape() == kept && before->dtype() == mx::float32, "rows of another shape");
-    inputs.push_back(*before);
-  }
-  std::vector<mx::Shape> shapes(s.outputs, x.shape());
-  shapes.push_back(kept);
-  return lazy("ToastShortConv", shapes, std::vector<mx::Dtype>(shapes.size(), mx::float32),
-              std::move(inputs), [s](const Arrays &arrays) { compute(s, arrays); }, -1, weights);
+  s.ending = add_ending(inputs, s.layer, given, columns, mixture);
+  return lazy_layer("ToastShortConv", std::move(inputs), states, s.ending, s.begun,
+                    [s](const Arrays &arrays) { compute(s, arrays); });
 }
 
 }  // namespace
@@ -95,15 +82,15 @@ Arrays short_conv(const mx::array &x, const mx::array *before, const toast_layer
 
 extern "C" {
 
-// Sets `outs`, unshared arrays, to the output of a layer (one array, two without a network) and its
-// convolution's new state. before: the state; NULL for zeros. Lazy. Returns an error message or
-// NULL.
-TOAST_API const char *toast_short_conv_array(void **outs, void *x, void *before,
-                                             const toast_operands *given,
-                                             const toast_layer *layer) {
-  using toast::array_if, toast::array_of;
+// Sets `outs`, unshared arrays, to the output of a layer (one array; two, the sum and its norm, if
+// its network is computed elsewhere) and its convolution's new state. before: the state; NULL for
+// zeros. mixture: its network, or NULL. Lazy. Returns an error message or NULL.
+TOAST_API const char *toast_short_conv_array(void **outs, void *x, void **before,
+                                             const toast_operands *given, const toast_layer *layer,
+                                             const void *, const toast_mixture *mixture) {
+  using toast::array_of;
   return toast::guarded([&] {
-    auto made = toast::short_conv(array_of(x), array_if(before), *layer, *given);
+    auto made = toast::short_conv(array_of(x), before, *layer, *given, mixture);
     for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
   });
 }

@@ -98,8 +98,11 @@ class Layer(Native):
         `plan_of`."""
         plan = self._plan
         if plan is None or plan.columns != columns or not plan.operands.is_valid():
-            plan = vars(self)["_plan"] = plan_of(self, columns)
+            plan = vars(self)["_plan"] = self._plan_of(columns)
         return plan
+
+    def _plan_of(self, columns: int) -> Plan | None:
+        return plan_of(self, columns)
 
     def _heads(self: Any, attention: Any) -> Heads | None:
         """The attention's names of its parts; None for one of another form."""

@@ -5,21 +5,17 @@ Recognised by their source (known.py)."""
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from toastkit.native.forms.common import Block, Known
 from toastkit.native.functions import Native
-from toastkit.native.layers.blocks import FEW, Layer, unshared
-from toastkit.native.layers.plans import NO_EXTRAS, Extras, LayerShape
-from toastkit.native.library import NONE, Library, in_use
-from toastkit.native.modules.feed_forward import FeedForward
-from toastkit.native.modules.mixtures import Mixture, MixtureShape
-from toastkit.native.modules.norms import Norm
-from toastkit.native.modules.products import Linear, operands_of
+from toastkit.native.layers.blocks import FEW, Layer
+from toastkit.native.layers.plans import Extras
+from toastkit.native.layers.recurrent import RecurrentLayer, StepPlan, norms_of, step_plan
+from toastkit.native.library import in_use
 from toastkit.native.modules.recurrent import MAX_KERNEL, Convolution
-from toastkit.native.operands import Operands
 
 
 class DeltaLayer(Native):
@@ -64,101 +60,37 @@ def _is_plain(layer: Any, inputs: mx.array, cache: Any) -> bool:
     return plain and unsharded and all(array.dtype == mx.float32 for array in arrays)
 
 
-class _Shape(ctypes.Structure):
-    """toast_decoder, see glue/decoder.cpp."""
+class _DeltaNet(ctypes.Structure):
+    """toast_delta_net, see glue/decoder.cpp."""
 
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in (
-            "key_heads", "value_heads", "key_size", "value_size", "projections", "network",
-            "activation",
-        )),
-        ("eps", ctypes.c_float * 3),
-    )  # fmt: skip
+    _fields_ = [
+        (name, ctypes.c_int32)
+        for name in ("key_heads", "value_heads", "key_size", "value_size", "projections")
+    ]
 
 
-class _Parts(NamedTuple):
-    """Operands and constants of a layer; mixture: its network, if that is one."""
-
-    operands: Operands
-    shape: _Shape
-    mixture: Mixture | None
-
-
-class Decoder(Layer):
+class Decoder(RecurrentLayer):
     """A decoder layer of a gated delta net or attention, and a network: one node, unless a part's
     class was replaced. All (B, L, columns) float32."""
 
     _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
+    _function = "decoder"
 
-    def natively(
-        self: Any, x: mx.array, mask: Any, cache: Any, extras: Extras = NO_EXTRAS
-    ) -> mx.array | None:
-        if self.is_linear:
-            return self._one_node(x, cache) if mask is None else None
-        return super().natively(x, mask, cache, extras)
-
-    def _one_node(self: Any, x: mx.array, cache: Any) -> mx.array | None:
-        library = in_use()
-        if library is None or cache is None or cache.lengths is not None or x.ndim != 3:
-            return None
-        parts = vars(self).get("_step_plan")
-        if parts is None or not parts.operands.is_valid():
-            parts = vars(self)["_step_plan"] = self._find_parts()
-        conv_state, state = cache[0], cache[1]
-        if parts is None or (conv_state is None) is not (state is None) or x.dtype != mx.float32:
-            return None
-        if conv_state is not None and not conv_state.dtype == state.dtype == mx.float32:
-            return None
-        mixture = None if parts.mixture is None else parts.mixture.as_shape()
-        if parts.mixture is not None and mixture is None:
-            return None
-        return _run(library, x, parts, mixture, cache)
-
-    def _find_parts(self: Any) -> _Parts | None:
-        rule, network = self["linear_attn"], self["mlp"]
-        norms = self["input_layernorm"], self["post_attention_layernorm"]
-        conv, calls = rule["conv1d"], type(network).__call__
-        unsharded = vars(rule).get("sharding_group") is None
+    def _step_plan(self: Any, columns: int) -> StepPlan | None:
+        rule, norms = self["linear_attn"], norms_of(self, self["linear_attn"]["norm"])
+        conv, unsharded = rule["conv1d"], vars(rule).get("sharding_group") is None
         known_rule = type(rule).__call__ is DeltaLayer.__call__
-        plain = all(type(norm).__call__ is Norm.__call__ for norm in norms)
-        if not (unsharded and known_rule and plain) or "bias" in conv:
+        if not (unsharded and known_rule and norms) or "bias" in conv:
             return None
-        places = [*((norm, "weight") for norm in norms), (conv, "weight"), (rule, "A_log")]
-        places += [(rule, "dt_bias"), (rule["norm"], "weight")]
-        arrays = [module[key] for module, key in places]
-        if conv["weight"].shape[1] > MAX_KERNEL or any(a.dtype != mx.float32 for a in arrays):
+        if conv["weight"].shape[1] > MAX_KERNEL:
             return None
-        form: Any = type(network)._form if calls is FeedForward.__call__ else None
-        if form is None and calls is not Mixture.__call__:
-            return None
-        projections = [*(rule[part] for part in rule._parts), rule["out_proj"]]
-        if not all(isinstance(part, Linear) for part in projections):
-            return None
-        network_parts = [network[name] for name in form.parts] if form else []
-        if (found := operands_of([*projections, *network_parts])) is None:
-            return None
-        modules = [self, rule, conv, rule["norm"], *norms, network]
-        operands = Operands([*projections, *network_parts], found, places, modules)
-        shape = _Shape(
-            rule.num_k_heads, rule.num_v_heads, rule.head_k_dim, rule.head_v_dim, len(rule._parts),
-            len(network_parts), form.kind if form else 0,
-        )  # fmt: skip
-        shape.eps[:] = *(norm.eps for norm in norms), rule["norm"].eps
-        return _Parts(operands, shape, None if form else network)
-
-
-def _run(
-    library: Library, x: mx.array, parts: _Parts, mixture: MixtureShape | None, cache: Any
-) -> mx.array:
-    parts.operands.mark_used()
-    y, new_conv, new_state = (x.__copy__() for _ in range(3))
-    conv_state, state = (NONE if kept is None else kept for kept in (cache[0], cache[1]))
-    layer = ctypes.byref(parts.operands), ctypes.byref(parts.shape)
-    mixture_pointer = None if mixture is None else ctypes.byref(mixture)
-    library.c.decoder(y, new_conv, new_state, x, conv_state, state, *layer, mixture_pointer)
-    cache[0], cache[1] = new_conv, new_state
-    cache.advance(x.shape[1])
-    return y
+        names = rule._parts
+        parts = [rule[name] for name in (*(*names, names[-1])[:3], "out_proj")]
+        arrays = [(conv, "weight"), None, None, (rule, "A_log"), (rule, "dt_bias")]
+        modules, more = (self, rule, conv), [rule[name] for name in names[3:]]
+        sizes = rule.num_k_heads, rule.num_v_heads, rule.head_k_dim, rule.head_v_dim, len(names)
+        net, network = _DeltaNet(*sizes), self["mlp"]
+        return step_plan(self, columns, modules, parts, network, more, norms, arrays, net)
 
 
 class ParallelLayer(Layer):
@@ -179,63 +111,32 @@ class ParallelLayer(Layer):
         return y
 
 
-class ConvolutionLayer(Layer):
-    """A layer of a short convolution or attention, and a network: one node for a few positions,
-    apart from a mixture. All (B, L, columns) float32."""
+class ConvolutionLayer(RecurrentLayer):
+    """A layer of a short convolution or attention, and a network: one node for a few positions. All
+    (B, L, columns) float32."""
 
     _block = Block("self_attn", "operator_norm", "feed_forward", "ffn_norm")
+    _function = "short_conv"
 
-    def natively(
-        self: Any, x: mx.array, mask: Any, cache: Any, extras: Extras = NO_EXTRAS
-    ) -> mx.array | None:
-        if self.is_attention_layer:
-            return super().natively(x, mask, cache, extras)
-        return self._one_node(x, cache) if mask is None else None
+    @property
+    def _attends(self: Any) -> bool:
+        return self.is_attention_layer
 
-    def _one_node(self: Any, x: mx.array, cache: Any) -> mx.array | None:
-        library = in_use()
-        if library is None or cache is None or cache.lengths is not None:
-            return None
-        if x.ndim != 3 or x.shape[0] * x.shape[1] > FEW:
-            return None
-        plan = vars(self).get("_step_plan")
-        if plan is None or not plan[0].is_valid():
-            plan = vars(self)["_step_plan"] = self._find_parts()
-        arrays = [x, *([] if cache[0] is None else [cache[0]])]
-        if plan is None or any(array.dtype != mx.float32 for array in arrays):
-            return None
-        operands, shape = plan
-        operands.mark_used()
-        *outs, last = unshared(x, 2 if shape.network else 3)
-        pointers = (ctypes.py_object * (len(outs) + 1))(*outs, last)
-        state = NONE if cache[0] is None else cache[0]
-        layer = ctypes.byref(operands), ctypes.byref(shape)
-        library.c.short_conv(pointers, x, state, *layer)
-        cache[0] = last
-        cache.advance(x.shape[1])
-        return outs[0] if shape.network else outs[0] + self["feed_forward"](outs[1])
+    def _recurrent_step(self: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
+        few = x.ndim == 3 and x.shape[0] * x.shape[1] <= FEW
+        return super()._recurrent_step(x, mask, cache) if few else None
 
-    def _find_parts(self: Any) -> tuple[Operands, LayerShape] | None:
-        short, network = self["conv"], self["feed_forward"]
-        conv, norms = short["conv"], (self["operator_norm"], self["ffn_norm"])
-        form = vars(type(network)).get("_form")
-        network_parts = [network[name] for name in form.parts] if form else []
-        parts = [*[short["in_proj"]] * 3, short["out_proj"], *network_parts]
-        parameters = [conv[key] for key in ("weight", "bias") if key in conv]
-        plain = all(type(norm).__call__ is Norm.__call__ for norm in norms)
+    def _step_plan(self: Any, columns: int) -> StepPlan | None:
+        short, network, norms = self["conv"], self["feed_forward"], norms_of(self, None)
+        conv = short["conv"]
         calls: Any = Known.__call__, Convolution.__call__
-        if not plain or (type(short).__call__, type(conv).__call__) != calls:
+        if not norms or (type(short).__call__, type(conv).__call__) != calls:
             return None
-        if not conv.is_plain() or any(array.dtype != mx.float32 for array in parameters):
+        if not conv.is_plain():
             return None
-        if (found := operands_of(parts)) is None:
-            return None
-        shape = LayerShape(
-            1, 1, fused_head=found[0].columns, network=len(network_parts), multiplier=1.0
-        )
-        shape.activation = form.kind if form else 0
-        shape.eps[:2] = [norm.eps for norm in norms]
-        bias = (conv, "bias") if "bias" in conv else None
-        arrays = [*((norm, "weight") for norm in norms), *[None] * 6, (conv, "weight"), bias, None]
-        modules = [self, short, conv, *norms, network]
-        return Operands(parts, found, arrays, modules), shape
+        arrays = [(conv, "weight"), (conv, "bias") if "bias" in conv else None, None]
+        parts, modules = [*[short["in_proj"]] * 3, short["out_proj"]], (self, short, conv)
+        plan = step_plan(self, columns, modules, parts, network, [], norms, arrays)
+        if plan is not None:
+            plan.shape.fused_head = columns
+        return plan

@@ -1,6 +1,6 @@
 """Recurrent layers, natively: what they compute between their projections. Convolutions, the gated
 delta rule, the scans of Mamba, the recurrences of RWKV-7 and others, in any architecture. Whole
-layers are in layers/decoder.py."""
+layers are in layers/recurrent.py."""
 
 from __future__ import annotations
 
