@@ -98,7 +98,7 @@ def test_mixers_that_do_not_fit_together(library: Any) -> None:
         given = recurrent._float32(*arrays)
         three = [mx.array(0) for _ in range(3)]
         shape = byref(recurrent.MixerShape(heads, groups, numbers, 0, 0.0, 1.0))
-        return taken(library.c.mixer, *three, given, shape)
+        return taken(library.c.mixer, (py_object * 3)(*three), given, shape)
 
     assert one(fits)
     for i, array in enumerate(fits):

@@ -13,29 +13,29 @@ integer, long, real = ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 # Of a layer with a recurrence: outs, x, states, operands, toast_layer, constants, mixture.
 LAYER = (pointer, array, *[pointer] * 5)
-# toast_NAME_array: sets its first arrays; ValueError with the library's message.
+# toast_NAME_array: sets its first argument, arrays; ValueError with the library's message.
 ARRAYS: dict[str, tuple[Any, ...]] = {
-    "append": (array * 4, array * 4, integer),
+    "append": (pointer, array * 4, integer),
     "attend": (*[array] * 6, real, real, integer),
     "awaited": (array, pointer),
     "blend": (*[array] * 5,),
     "closed": (pointer, *[array] * 4, pointer, pointer),
     "convolve": (*[array] * 4, integer),
     "decoder": LAYER,
-    "delta_layer": (*[array] * 3, array * 10, *[integer] * 4, real),
+    "delta_layer": (pointer, array * 10, *[integer] * 4, real),
     "dequantise": (array, array),
     "distribution": (array, array),
     "fed": (array, array, *[pointer] * 3),
     "feed_forward": (array, array, pointer, integer, array, integer),
     "gate": (*[array] * 3, integer),
-    "gated_delta": (array, array, array * 9, real),
+    "gated_delta": (pointer, array * 9, real),
     "kimi_layer": LAYER,
     "largest": (array, array),
     "latent": (pointer, array, array, integer, pointer, pointer),
     "linear": (array, array * 3),
     "log_sum_exp": (array, array),
     "memory": (array, *[long] * 3, array),
-    "mixer": (*[array] * 3, array * 8, pointer),
+    "mixer": (pointer, array * 8, pointer),
     "mixer_layer": LAYER,
     "mixture": (array, array, pointer),
     "norm": (*[array] * 4, integer, real, real),
@@ -45,14 +45,14 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
     "quantise": (array, array),
     "region": (array, pointer, long, array, pointer, integer),
     "rotate": (*[array] * 4, *[integer] * 4, real, real),
-    "route": (*[array] * 4, pointer),
+    "route": (pointer, array, array, pointer),
     "rows": (*[array] * 5, integer, integer),
-    "scan": (array, array, array * 9, real, real),
+    "scan": (pointer, array * 9, real, real),
     "short_conv": LAYER,
     "softmax": (array, array),
     "weighted_sum": (*[array] * 3,),
     "whole": (pointer, *[array] * 6, *[integer] * 4, *[pointer] * 3),
-    "wkv": (array, array, array * 7),
+    "wkv": (pointer, array * 7),
 }
 # toast_NAME: OSError for an errno.
 SYSTEM: dict[str, tuple[Any, ...]] = {

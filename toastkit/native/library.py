@@ -169,9 +169,7 @@ class Library:
         key size; or such decays in place of a, and None for a_log and bias. state: float32 (B,
         value heads, value size, key size), None for zeros. mask: bool (B, T). See
         kernels/recurrent.h."""
-        y, after = mx.array(0), mx.array(0)
-        pointers: list[Any] = [_object(one) for one in (*arrays, state, mask)]
-        self.c.gated_delta(y, after, (ctypes.py_object * 9)(*pointers), rate_factor)
+        y, after = called(2, self.c.gated_delta, objects(*arrays, state, mask), rate_factor)
         return y, after
 
     def scan(
@@ -189,9 +187,7 @@ class Library:
 
         Or Mamba's selective scan: x and dt (B, T, channels), b and c (B, T, state size), a_log
         (channels, state size), d and bias (channels,) or None; a state of the shape of a_log."""
-        y, after = mx.array(0), mx.array(0)
-        pointers: list[Any] = [_object(one) for one in (*arrays, state, mask)]
-        self.c.scan(y, after, (ctypes.py_object * 9)(*pointers), *limits)
+        y, after = called(2, self.c.scan, objects(*arrays, state, mask), *limits)
         return y, after
 
     def delta_layer(
@@ -211,11 +207,10 @@ class Library:
         weight (channels, kernel, 1), a_log and bias (value heads,), the norm's weight (value
         size,), which eps belongs to. heads: of keys and of values, then their sizes. before:
         convolution state, None for zeros. state: see `gated_delta`."""
-        y, last, after = mx.array(0), mx.array(0), mx.array(0)
         weight, *rest = parameters
-        parts = [*projections, *[NONE] * (4 - len(projections))]
-        objects = [*parts, weight, _object(before), *rest, _object(state)]
-        self.c.delta_layer(y, last, after, (ctypes.py_object * 10)(*objects), *heads, eps)
+        parts = [*projections, *[None] * (4 - len(projections))]
+        given = objects(*parts, weight, before, *rest, state)
+        y, last, after = called(3, self.c.delta_layer, given, *heads, eps)
         return y, last, after
 
     def convolve(
@@ -260,8 +255,8 @@ class Library:
     ) -> tuple[mx.array, mx.array]:
         """The top-k experts for router logits (..., n), uint32 (..., k), and their weights, float32
         (..., k), lazy. bias: float32 (n,), added for the choice only."""
-        which, shares = mx.array(0), mx.array(0)
-        self.c.route(which, shares, logits, _object(bias), ctypes.byref(choice))
+        some = logits, _object(bias), ctypes.byref(choice)
+        which, shares = called(2, self.c.route, *some)
         return which, shares
 
     def blend(self, x: mx.array, weights: mx.array, more: mx.array, gates: mx.array) -> mx.array:
@@ -279,11 +274,7 @@ class Library:
         cache, of which other positions are left uninitialised. new: (B, heads, N, size), floats,
         rounded to that dtype, beyond float16 to its largest number. Raises ValueError if they do
         not fit."""
-        outs: list[Any] = [mx.array(0) for _ in range(4)]
-        inputs: list[Any] = [*caches, *new]
-        arrays = ctypes.py_object * 4
-        self.c.append(arrays(*outs), arrays(*inputs), first)
-        return tuple(outs)
+        return tuple(called(4, self.c.append, objects(*caches, *new), first))
 
     def attend(
         self,
@@ -320,6 +311,20 @@ class Library:
 
 def _object(array: mx.array | None) -> Any:
     return NONE if array is None else array
+
+
+def objects(*arrays: mx.array | None) -> ctypes.Array[ctypes.py_object]:
+    """Arrays, of which some may be absent, as functions of the library take several."""
+    some: list[Any] = [NONE if array is None else array for array in arrays]
+    return (ctypes.py_object * len(some))(*some)
+
+
+def called(count: int, function: Callable, *arguments: Any) -> list[mx.array]:
+    """Call a function of the library that sets so many arrays (...) of any dtype, and return
+    them."""
+    outs = [mx.array(0) for _ in range(count)]
+    function(objects(*outs), *arguments)
+    return outs
 
 
 def _call(function: Callable, *arguments: Any) -> mx.array:

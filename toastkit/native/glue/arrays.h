@@ -122,4 +122,19 @@ const char *guarded(const Make &make) {
   }
 }
 
+// As guarded; sets unshared arrays of Python to what `make` returns.
+template <class Make>
+const char *set_array(void *out, const Make &make) {
+  return guarded([&] { array_of(out) = make(); });
+}
+template <class Make>
+const char *set_arrays(void **outs, const Make &make) {
+  return guarded([&] {
+    for (auto &one : make()) array_of(*outs++) = one;
+  });
+}
+
 }  // namespace toast
+
+// For the functions of the C interface, which are in no namespace.
+using toast::array_if, toast::array_of, toast::set_array, toast::set_arrays;

@@ -86,10 +86,9 @@ extern "C" {
 // error message or NULL.
 TOAST_API const char *toast_attend_array(void *out, void *q, void *k, void *v, void *mask,
                                          void *sinks, float scale, float cap, int causal) {
-  using toast::array_if, toast::array_of;
-  return toast::guarded([&] {
-    array_of(out) = toast::attention(array_of(q), array_of(k), array_of(v), scale, cap,
-                                     array_if(mask), causal != 0, array_if(sinks));
+  return set_array(out, [&] {
+    return toast::attention(array_of(q), array_of(k), array_of(v), scale, cap, array_if(mask),
+                            causal != 0, array_if(sinks));
   });
 }
 

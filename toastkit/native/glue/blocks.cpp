@@ -369,21 +369,15 @@ extern "C" {
 // message or NULL.
 TOAST_API const char *toast_projected_array(void **outs, void *x, const toast_operands *given,
                                             const toast_layer *layer) {
-  using toast::array_of;
-  return toast::guarded([&] {
-    auto made = toast::projected(array_of(x), {*layer}, *given);
-    for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
-  });
+  return set_arrays(outs, [&] { return toast::projected(array_of(x), {*layer}, *given); });
 }
 
 TOAST_API const char *toast_closed_array(void **outs, void *x, void *attended, void *gates,
                                          void *own, const toast_operands *given,
                                          const toast_layer *layer) {
-  using toast::array_if, toast::array_of;
-  return toast::guarded([&] {
-    auto made = toast::finished(array_of(x), array_of(attended), array_if(gates), array_if(own),
-                                {*layer}, *given);
-    for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
+  return set_arrays(outs, [&] {
+    return toast::finished(array_of(x), array_of(attended), array_if(gates), array_if(own),
+                           {*layer}, *given);
   });
 }
 

@@ -165,11 +165,9 @@ extern "C" {
 // and views of them up to the last position. Lazy. given: key cache, value cache, new keys, new
 // values. Returns an error message or NULL.
 TOAST_API const char *toast_append_array(void **made, void **given, int first) {
-  using toast::array_of;
-  return toast::guarded([&] {
-    auto arrays = toast::appended({array_of(given[0]), array_of(given[1]), array_of(given[2]),
-                                   array_of(given[3])}, first);
-    for (int i = 0; i < 4; i++) array_of(made[i]) = arrays[i];
+  return set_arrays(made, [&] {
+    return toast::appended({array_of(given[0]), array_of(given[1]), array_of(given[2]),
+                            array_of(given[3])}, first);
   });
 }
 

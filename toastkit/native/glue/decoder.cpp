@@ -186,18 +186,15 @@ Arrays decoded(const mx::array &x, void **before, const toast_layer &is, const t
 }  // namespace
 }  // namespace toast
 
-// Each sets its first arguments, unshared arrays, to what kernels/recurrent.h computes. Lazy.
+// Each sets its first argument, unshared arrays, to what kernels/recurrent.h computes. Lazy.
 // Absent objects are NULL. Returns an error message or NULL.
 extern "C" {
 
-TOAST_API const char *toast_delta_layer_array(void *y, void *last, void *after, void **objects,
-                                              int key_heads, int value_heads, int key_size,
-                                              int value_size, float eps) {
-  return toast::guarded([&] {
-    auto made = toast::delta_layer(objects, {key_heads, value_heads, key_size, value_size}, eps);
-    toast::array_of(y) = made[0];
-    toast::array_of(last) = made[1];
-    toast::array_of(after) = made[2];
+TOAST_API const char *toast_delta_layer_array(void **outs, void **objects, int key_heads,
+                                              int value_heads, int key_size, int value_size,
+                                              float eps) {
+  return set_arrays(outs, [&] {
+    return toast::delta_layer(objects, {key_heads, value_heads, key_size, value_size}, eps);
   });
 }
 
@@ -206,10 +203,8 @@ TOAST_API const char *toast_decoder_array(void **outs, void *x, void **before,
                                           const toast_operands *given, const toast_layer *layer,
                                           const toast_delta_net *net,
                                           const toast_mixture *mixture) {
-  using toast::array_of;
-  return toast::guarded([&] {
-    auto made = toast::decoded(array_of(x), before, *layer, *net, *given, mixture);
-    for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
+  return set_arrays(outs, [&] {
+    return toast::decoded(array_of(x), before, *layer, *net, *given, mixture);
   });
 }
 

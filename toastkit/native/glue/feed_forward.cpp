@@ -126,13 +126,11 @@ extern "C" {
 // NULL. Returns an error message or NULL.
 TOAST_API const char *toast_feed_forward_array(void *out, void *x, const toast_operands *given,
                                                int count, void *choice, int activation) {
-  using toast::array_if, toast::array_of;
-  return toast::guarded([&] {
+  return set_array(out, [&] {
     const mx::array *parts[toast::PARTS][toast::GIVEN];
     const toast::Network network =
         toast::network_of(*given, 0, count, choice, activation, parts);
-    array_of(out) = toast::feed_forward(array_of(x), parts,
-                                        array_if(choice), network);
+    return toast::feed_forward(array_of(x), parts, array_if(choice), network);
   });
 }
 

@@ -179,10 +179,8 @@ TOAST_API const char *toast_kimi_layer_array(void **outs, void *x, void **before
                                              const toast_operands *given,
                                              const toast_layer *layer, const int32_t *size,
                                              const toast_mixture *mixture) {
-  using toast::array_of;
-  return toast::guarded([&] {
-    auto made = toast::kimi_layer(array_of(x), before, *layer, *size, *given, mixture);
-    for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
+  return set_arrays(outs, [&] {
+    return toast::kimi_layer(array_of(x), before, *layer, *size, *given, mixture);
   });
 }
 

@@ -283,11 +283,8 @@ extern "C" {
 // positions: NULL for `position` in each row of the batch. Lazy. Returns an error message or NULL.
 TOAST_API const char *toast_latent_array(void **outs, void *x, void *positions, int position,
                                          const toast_operands *given, const toast_layer *layer) {
-  using toast::array_if, toast::array_of;
-  return toast::guarded([&] {
-    auto made = toast::latent_projected(array_of(x), array_if(positions), position, {*layer},
-                                        *given);
-    for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
+  return set_arrays(outs, [&] {
+    return toast::latent_projected(array_of(x), array_if(positions), position, {*layer}, *given);
   });
 }
 

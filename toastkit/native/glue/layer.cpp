@@ -245,12 +245,10 @@ TOAST_API const char *toast_whole_array(void **outs, void *x, void *keys, void *
                                         int length, int position, int causal,
                                         const toast_operands *given,
                                         const toast_layer *layer, const toast_mixture *mixture) {
-  using toast::array_if, toast::array_of;
-  return toast::guarded([&] {
-    auto made = toast::layer_of(array_of(x), array_of(keys), array_of(values),
-                                array_if(scales), array_if(own), array_if(sum),
-                                {first, length, position, causal != 0}, *layer, *given, mixture);
-    for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
+  return set_arrays(outs, [&] {
+    return toast::layer_of(array_of(x), array_of(keys), array_of(values), array_if(scales),
+                           array_if(own), array_if(sum), {first, length, position, causal != 0},
+                           *layer, *given, mixture);
   });
 }
 

@@ -205,16 +205,10 @@ Arrays mixer_layer(const mx::array &x, void **before, const toast_layer &is,
 
 extern "C" {
 
-// Sets y, last and after, unshared arrays, to the output of a mixer and its new states. objects: in
+// Sets `outs`, unshared arrays, to the output of a mixer and its new states. objects: in
 // the order of STEPS_WITH, NULL where absent. Lazy. Returns an error message or NULL.
-TOAST_API const char *toast_mixer_array(void *y, void *last, void *after, void **objects,
-                                        const toast_mixer *is) {
-  return toast::guarded([&] {
-    auto made = toast::mixed(objects, *is);
-    toast::array_of(y) = made[0];
-    toast::array_of(last) = made[1];
-    toast::array_of(after) = made[2];
-  });
+TOAST_API const char *toast_mixer_array(void **outs, void **objects, const toast_mixer *is) {
+  return set_arrays(outs, [&] { return toast::mixed(objects, *is); });
 }
 
 // Sets `outs`, unshared arrays, to the output of a layer (one array; two, the sum and its norm, if
@@ -224,10 +218,8 @@ TOAST_API const char *toast_mixer_layer_array(void **outs, void *x, void **befor
                                               const toast_operands *given,
                                               const toast_layer *layer, const toast_mixer *is,
                                               const toast_mixture *mixture) {
-  using toast::array_of;
-  return toast::guarded([&] {
-    auto made = toast::mixer_layer(array_of(x), before, *layer, *is, *given, mixture);
-    for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
+  return set_arrays(outs, [&] {
+    return toast::mixer_layer(array_of(x), before, *layer, *is, *given, mixture);
   });
 }
 

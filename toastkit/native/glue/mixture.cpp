@@ -218,11 +218,10 @@ extern "C" {
 // Sets `out`, an unshared array, to the output of a mixture. Lazy. Returns an error message or
 // NULL.
 TOAST_API const char *toast_mixture_array(void *out, void *x, const toast_mixture *is) {
-  using toast::array_of;
-  return toast::guarded([&] {
+  return set_array(out, [&] {
     const mx::array *parts[toast::MIXED][toast::GIVEN];
     const toast::Mixture mixture = toast::mixture_of(*is, parts);
-    array_of(out) = toast::mixed(array_of(x), parts, mixture);
+    return toast::mixed(array_of(x), parts, mixture);
   });
 }
 
@@ -230,8 +229,7 @@ TOAST_API const char *toast_mixture_array(void *out, void *x, const toast_mixtur
 // or NULL. Lazy. Returns as above.
 TOAST_API const char *toast_fed_array(void *out, void *x, const toast_operands *given,
                                       const toast_layer *layer, const toast_mixture *mixture) {
-  using toast::array_of;
-  return toast::guarded([&] { array_of(out) = toast::fed(array_of(x), *layer, *given, mixture); });
+  return set_array(out, [&] { return toast::fed(array_of(x), *layer, *given, mixture); });
 }
 
 }  // extern "C"

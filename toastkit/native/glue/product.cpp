@@ -174,11 +174,9 @@ extern "C" {
 TOAST_API const char *toast_product_array(void *out, void *x, void *weight, void *scales,
                                           void *biases, void *bias, void *choice, int bits,
                                           int group_size, int activation_bits) {
-  using toast::array_if, toast::array_of;
-  return toast::guarded([&] {
-    array_of(out) =
-        toast::product(array_of(x), array_of(weight), array_if(scales), array_if(biases),
-                       array_if(bias), array_if(choice), bits, group_size, activation_bits);
+  return set_array(out, [&] {
+    return toast::product(array_of(x), array_of(weight), array_if(scales), array_if(biases),
+                          array_if(bias), array_if(choice), bits, group_size, activation_bits);
   });
 }
 
@@ -186,10 +184,9 @@ TOAST_API const char *toast_product_array(void *out, void *x, void *weight, void
 // float matrix. Returns as above.
 TOAST_API const char *toast_rows_array(void *out, void *places, void *weight, void *scales,
                                        void *biases, int bits, int group_size) {
-  using toast::array_if, toast::array_of;
-  return toast::guarded([&] {
-    array_of(out) = toast::rows_at(array_of(places), array_of(weight),
-                                   array_if(scales), array_if(biases), bits, group_size);
+  return set_array(out, [&] {
+    return toast::rows_at(array_of(places), array_of(weight), array_if(scales), array_if(biases),
+                          bits, group_size);
   });
 }
 

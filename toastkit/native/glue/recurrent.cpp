@@ -127,37 +127,24 @@ mx::array linear(void **objects) {
 }  // namespace
 }  // namespace toast
 
-// Each sets its first arguments, unshared arrays, to what kernels/recurrent.h computes. Lazy.
+// Each sets its first argument, unshared arrays, to what kernels/recurrent.h computes. Lazy.
 // Absent objects are NULL. Returns an error message or NULL.
 extern "C" {
 
-TOAST_API const char *toast_gated_delta_array(void *y, void *after, void **objects, float factor) {
-  return toast::guarded([&] {
-    auto made = toast::gated_delta(objects, factor);
-    toast::array_of(y) = made[0];
-    toast::array_of(after) = made[1];
-  });
+TOAST_API const char *toast_gated_delta_array(void **outs, void **objects, float factor) {
+  return set_arrays(outs, [&] { return toast::gated_delta(objects, factor); });
 }
 
-TOAST_API const char *toast_scan_array(void *y, void *after, void **objects, float least,
-                                       float most) {
-  return toast::guarded([&] {
-    auto made = toast::scanned(objects, least, most);
-    toast::array_of(y) = made[0];
-    toast::array_of(after) = made[1];
-  });
+TOAST_API const char *toast_scan_array(void **outs, void **objects, float least, float most) {
+  return set_arrays(outs, [&] { return toast::scanned(objects, least, most); });
 }
 
-TOAST_API const char *toast_wkv_array(void *y, void *after, void **objects) {
-  return toast::guarded([&] {
-    auto made = toast::wkv(objects);
-    toast::array_of(y) = made[0];
-    toast::array_of(after) = made[1];
-  });
+TOAST_API const char *toast_wkv_array(void **outs, void **objects) {
+  return set_arrays(outs, [&] { return toast::wkv(objects); });
 }
 
 TOAST_API const char *toast_linear_array(void *h, void **objects) {
-  return toast::guarded([&] { toast::array_of(h) = toast::linear(objects); });
+  return set_array(h, [&] { return toast::linear(objects); });
 }
 
 }  // extern "C"

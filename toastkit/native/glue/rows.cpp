@@ -274,102 +274,81 @@ mx::array convolved(const mx::array &x, const mx::array &weight, const mx::array
 }  // namespace
 }  // namespace toast
 
-// Each sets `out`, an unshared array, to what the function of kernels/rows.h computes. Lazy. Absent
-// objects are NULL. Returns an error message or NULL.
+// Each sets its first argument, unshared arrays, to what the function of kernels/rows.h computes.
+// Lazy. Absent objects are NULL. Returns an error message or NULL.
 extern "C" {
 
 TOAST_API const char *toast_norm_array(void *out, void *x, void *weight, void *bias, int centred,
                                        float plus, float eps) {
-  using toast::array_if, toast::array_of;
-  return toast::guarded([&] {
-    array_of(out) = toast::norm(array_of(x), array_if(weight), array_if(bias), centred, plus, eps);
+  return set_array(out, [&] {
+    return toast::norm(array_of(x), array_if(weight), array_if(bias), centred, plus, eps);
   });
 }
 
 TOAST_API const char *toast_rotate_array(void *out, void *x, void *frequencies, void *offsets,
                                          int offset, int dims, int traditional, int inverse,
                                          float scale, float factor) {
-  using toast::array_if, toast::array_of;
-  return toast::guarded([&] {
-    array_of(out) = toast::rotated(array_of(x), array_of(frequencies), array_if(offsets),
-                                   {dims, traditional, inverse, offset, scale, factor});
+  return set_array(out, [&] {
+    return toast::rotated(array_of(x), array_of(frequencies), array_if(offsets),
+                          {dims, traditional, inverse, offset, scale, factor});
   });
 }
 
 TOAST_API const char *toast_gate_array(void *out, void *gate, void *x, int activation) {
-  using toast::array_if, toast::array_of;
-  return toast::guarded(
-      [&] { array_of(out) = toast::gated(array_of(gate), array_if(x), activation); });
+  return set_array(out, [&] { return toast::gated(array_of(gate), array_if(x), activation); });
 }
 
 TOAST_API const char *toast_convolve_array(void *out, void *x, void *weight, void *bias, int silu) {
-  using toast::array_if, toast::array_of;
-  return toast::guarded([&] {
-    const mx::array *biases = array_if(bias);
-    array_of(out) = toast::convolved(array_of(x), array_of(weight), biases, silu);
-  });
+  return set_array(
+      out, [&] { return toast::convolved(array_of(x), array_of(weight), array_if(bias), silu); });
 }
 
 TOAST_API const char *toast_softmax_array(void *out, void *x) {
-  using toast::array_of;
-  return toast::guarded([&] { array_of(out) = toast::softmax(array_of(x)); });
+  return set_array(out, [&] { return toast::softmax(array_of(x)); });
 }
 
 TOAST_API const char *toast_log_sum_exp_array(void *out, void *x) {
-  using toast::array_of;
-  return toast::guarded(
-      [&] { array_of(out) = toast::summed("ToastLogSumExp", array_of(x), 1, toast_log_sum_exp); });
+  return set_array(out, [&] {
+    return toast::summed("ToastLogSumExp", array_of(x), 1, toast_log_sum_exp);
+  });
 }
 
 TOAST_API const char *toast_distribution_array(void *out, void *x) {
-  using toast::array_of;
-  return toast::guarded([&] {
-    array_of(out) = toast::summed("ToastDistribution", array_of(x), 3, toast_distribution);
+  return set_array(out, [&] {
+    return toast::summed("ToastDistribution", array_of(x), 3, toast_distribution);
   });
 }
 
 TOAST_API const char *toast_largest_array(void *out, void *x) {
-  using toast::array_of;
-  return toast::guarded([&] { array_of(out) = toast::largest(array_of(x)); });
+  return set_array(out, [&] { return toast::largest(array_of(x)); });
 }
 
 TOAST_API const char *toast_partition_array(void *out, void *x, int kth) {
-  using toast::array_of;
-  return toast::guarded([&] { array_of(out) = toast::partitioned(array_of(x), kth); });
+  return set_array(out, [&] { return toast::partitioned(array_of(x), kth); });
 }
 
 TOAST_API const char *toast_quantise_array(void *out, void *x) {
-  using toast::array_of;
-  return toast::guarded([&] { array_of(out) = toast::quantised(array_of(x)); });
+  return set_array(out, [&] { return toast::quantised(array_of(x)); });
 }
 
 TOAST_API const char *toast_dequantise_array(void *out, void *rows) {
-  using toast::array_of;
-  return toast::guarded([&] { array_of(out) = toast::dequantised(array_of(rows)); });
+  return set_array(out, [&] { return toast::dequantised(array_of(rows)); });
 }
 
-TOAST_API const char *toast_route_array(void *which, void *shares, void *x, void *bias,
+TOAST_API const char *toast_route_array(void **outs, void *x, void *bias,
                                         const toast_choice *choice) {
-  using toast::array_if, toast::array_of;
-  return toast::guarded([&] {
-    auto made = toast::routed(array_of(x), array_if(bias), *choice);
-    array_of(which) = made[0];
-    array_of(shares) = made[1];
-  });
+  return set_arrays(outs, [&] { return toast::routed(array_of(x), array_if(bias), *choice); });
 }
 
 TOAST_API const char *toast_blend_array(void *out, void *x, void *weights, void *more,
                                         void *gates) {
-  using toast::array_of;
-  return toast::guarded([&] {
-    array_of(out) =
-        toast::blended({array_of(x), array_of(weights), array_of(more), array_of(gates)});
+  return set_array(out, [&] {
+    return toast::blended({array_of(x), array_of(weights), array_of(more), array_of(gates)});
   });
 }
 
 TOAST_API const char *toast_weighted_sum_array(void *out, void *x, void *weights) {
-  using toast::array_of;
-  return toast::guarded([&] { array_of(out) = toast::weighed(array_of(x), array_of(weights)); });
+  return set_array(out, [&] { return toast::weighed(array_of(x), array_of(weights)); });
 }
 
 }  // extern "C"

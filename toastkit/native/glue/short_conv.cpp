@@ -88,10 +88,8 @@ extern "C" {
 TOAST_API const char *toast_short_conv_array(void **outs, void *x, void **before,
                                              const toast_operands *given, const toast_layer *layer,
                                              const void *, const toast_mixture *mixture) {
-  using toast::array_of;
-  return toast::guarded([&] {
-    auto made = toast::short_conv(array_of(x), before, *layer, *given, mixture);
-    for (size_t i = 0; i < made.size(); i++) array_of(outs[i]) = made[i];
+  return set_arrays(outs, [&] {
+    return toast::short_conv(array_of(x), before, *layer, *given, mixture);
   });
 }
 

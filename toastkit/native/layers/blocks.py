@@ -4,7 +4,6 @@ with attention between them. Anything else is left to the architecture's own for
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import byref
 from typing import Any
 
@@ -23,7 +22,7 @@ from toastkit.native.kv_caches import (
 )
 from toastkit.native.layers import latent_attention
 from toastkit.native.layers.plans import NO_EXTRAS, Extras, Plan, multiplier_of, plan_of
-from toastkit.native.library import NONE, Library, in_use
+from toastkit.native.library import NONE, Library, in_use, objects
 from toastkit.native.modules.mixtures import Mixture, MixtureShape
 from toastkit.native.operations import is_mask
 
@@ -145,10 +144,11 @@ def _one_node(
     query_scales, layer_input, kv, residual, _ = extras
     keys, values, offset = kv[:3] if kv else (cache.keys, cache.values, cache.offset)
     caches = [] if kv else [*unshared(keys, 1), *unshared(values, 1)]
-    pointers = (ctypes.py_object * (len(outs) + len(caches)))(*outs, *caches)
     layer = byref(plan.operands), byref(plan.shape), byref(mixture) if mixture else None
     optional = (NONE if one is None else one for one in (query_scales, layer_input, residual))
-    library.c.whole(pointers, x, keys, values, *optional, *room, offset, causal, *layer)
+    library.c.whole(
+        objects(*outs, *caches), x, keys, values, *optional, *room, offset, causal, *layer
+    )
     if kv:
         return outs, kv
     set_appended(cache, caches, x.shape[1], room.first)
@@ -180,11 +180,10 @@ def _two_nodes(
         queries = queries * extras.query_scales
     attended = _attend(library, plan, queries, keys, values, mask, cache)
     outs = unshared(x, 1 if plan.network is None else 2)
-    pointers = (ctypes.py_object * len(outs))(*outs)
     x = x if extras.residual is None else extras.residual
     layer_input = NONE if extras.layer_input is None else extras.layer_input
     layer = byref(plan.operands), byref(plan.shape)
-    library.c.closed(pointers, x, attended, gates, layer_input, *layer)
+    library.c.closed(objects(*outs), x, attended, gates, layer_input, *layer)
     return outs, kv
 
 
@@ -199,7 +198,7 @@ def _project_heads(
     if plan.heads.latent is not None:
         latent_attention.latent_heads(library, heads, x, offset, *layer)
         return [heads[0][:, :, -1:], *heads[1:]] if extras.last_only else heads
-    library.c.projected((ctypes.py_object * len(heads))(*heads), x, *layer)
+    library.c.projected(objects(*heads), x, *layer)
     if extras.last_only:
         heads[0], offsets[0] = heads[0][:, :, -1:], offset + x.shape[1] - 1
         heads[3:] = [gates[:, :, -1:] for gates in heads[3:]]

@@ -10,14 +10,13 @@ context."""
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import mlx.core as mx
 
 from toastkit.native.forms.common import HEADS, Heads, KnownAttention
 from toastkit.native.kv_caches import kept_of
-from toastkit.native.library import NONE, Library
+from toastkit.native.library import NONE, Library, objects
 from toastkit.native.operations import matmul
 
 EXPANDED = HEADS._replace(
@@ -67,9 +66,8 @@ def latent_heads(
     with RoPE applied: (B, heads, L, size) each. offset: position of the first token, or of each
     row's, int32 (B,). layer: the last arguments of toast_latent_array."""
     is_number = isinstance(offset, int)
-    pointers = (ctypes.py_object * 3)(*outs)
     offsets = (NONE, offset) if is_number else (offset, 0)
-    library.c.latent(pointers, x, *offsets, *layer)
+    library.c.latent(objects(*outs), x, *offsets, *layer)
 
 
 def attend(

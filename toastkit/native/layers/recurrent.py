@@ -3,7 +3,6 @@ source (known.py)."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from ctypes import byref
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import mlx.core as mx
 
 from toastkit.native.layers.blocks import Layer, unshared
 from toastkit.native.layers.plans import NO_EXTRAS, Extras, LayerShape, multiplier_of
-from toastkit.native.library import NONE, in_use
+from toastkit.native.library import in_use, objects
 from toastkit.native.modules.mixtures import Mixture
 from toastkit.native.modules.norms import Norm
 from toastkit.native.modules.products import Linear, operands_of
@@ -69,11 +68,11 @@ class RecurrentLayer(Layer):
         mixture = self._mixture_shape(plan.network) if is_mixture(plan.network) else None
         outs = unshared(x, 1 if plan.network is None or mixture else 2)
         last = unshared(x, len(states))
-        pointers = (ctypes.py_object * (len(outs) + len(last)))(*outs, *last)
-        before = (ctypes.py_object * len(states))(*(NONE if s is None else s for s in states))
         constants = (None if c is None else byref(c) for c in (plan.recurrence, mixture))
         layer = byref(plan.operands), byref(plan.shape)
-        getattr(library.c, self._function)(pointers, x, before, *layer, *constants)
+        getattr(library.c, self._function)(
+            objects(*outs, *last), x, objects(*states), *layer, *constants
+        )
         for i, one in enumerate(last):
             cache[i] = one
         cache.advance(x.shape[1])

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from toastkit.native.functions import Native, replaces, stands_for
-from toastkit.native.library import NONE, in_use
+from toastkit.native.library import called, in_use, objects
 from toastkit.native.operations import fits, rms_norm, silu, swiglu
 
 MAX_KERNEL = 16  # width of a convolution, as the kernels have it
@@ -160,8 +160,7 @@ def recurrent_gla(
 
 def _float32(*arrays: mx.array | None) -> ctypes.Array[ctypes.py_object]:
     """The arrays in float32, as the library takes them."""
-    some: list[Any] = [NONE if one is None else one.astype(mx.float32) for one in arrays]
-    return (ctypes.py_object * len(some))(*some)
+    return objects(*(None if one is None else one.astype(mx.float32) for one in arrays))
 
 
 @stands_for("mlx_lm.models.recurrent_gemma", "rnn_scan")
@@ -188,8 +187,7 @@ class GeneralisedDelta(Native):
         library, arrays = in_use(), (r, w, k, v, a, b)
         if library is None or not fits(*arrays, r if state is None else state):
             return super()._wkv7(*arrays, state)  # type: ignore[misc]
-        y, new_state = mx.array(0), mx.array(0)
-        library.c.wkv(y, new_state, _float32(*arrays, state))
+        y, new_state = called(2, library.c.wkv, _float32(*arrays, state))
         return y.astype(r.dtype), new_state.astype(r.dtype)
 
 
@@ -214,9 +212,8 @@ class Mixer(Native):
             return None
         if (projected := self["in_proj"](x)).dtype != mx.float32:
             return None
-        y, *new_states = (mx.array(0) for _ in range(3))
         given = _float32(projected, *arrays)
-        library.c.mixer(y, *new_states, given, ctypes.byref(self.shape()))
+        y, *new_states = called(3, library.c.mixer, given, ctypes.byref(self.shape()))
         cache[0], cache[1] = new_states
         cache.advance(x.shape[1])
         gate = projected[..., : y.shape[2]]
