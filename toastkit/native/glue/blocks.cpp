@@ -26,11 +26,10 @@ void add_norm(Arrays &inputs, Layer &layer, int i, const toast_operands &given, 
 
 int add_layer_part(Arrays &inputs, Layer &layer, int i, const toast_operands &given, int place,
                    int64_t columns, int stack) {
-  const mx::array *part[GIVEN];
-  layer.packing[i] = part_of(given, place, layer.biased[i], part, stack != 0);
-  add_part(inputs, part, layer.packing[i], columns);
-  check(!stack || part[0]->shape(0) == stack, "a stack of another size");
-  return part[0]->shape(-2);
+  const GivenPart part = part_of(given, place);
+  layer.packing[i] = add_part(inputs, part, columns, stack != 0);
+  check(!stack || part.weight->shape(0) == stack, "a stack of another size");
+  return part.weight->shape(-2);
 }
 
 void apply_norm(const Layer &layer, int i, const Arrays &arrays, size_t &at, const float *x,
@@ -121,10 +120,8 @@ void add_finish(Arrays &inputs, Layer &layer, const toast_operands &given, int64
         "rows of another length");
   add_norm(inputs, layer, ATTENDED_NORM, given, columns, columns);
   if (!count) return;
-  const mx::array *parts[PARTS][GIVEN];
-  layer.network = network_of(given, HEADS + 1, count, false, layer.is.activation, parts);
-  add_network(inputs, parts, layer.network, columns);
-  check(parts[count - 1][0]->shape(-2) == columns, "rows of another length");
+  layer.network = add_network(inputs, given, HEADS + 1, count, columns, layer.is.activation);
+  check(layer.network.rows == columns, "rows of another length");
   add_norm(inputs, layer, FED_NORM, given, columns, columns);
   if (const int own = layer.is.layer_input) {
     const int place = OUT + 1 + count;
@@ -162,11 +159,11 @@ void project_heads(const Layer &layer, const Arrays &arrays, size_t &at, const f
   const Vectors vectors = {{normed ? normed.get() : x, count, columns, TOAST_F32}, count};
   std::optional<Part> parts[HEADS];
   for (int i = 0; i < (is.shares_cache ? 1 : HEADS); i++)
-    parts[i].emplace(arrays, at, layer.packing[i], layer.biased[i]);
+    parts[i].emplace(arrays, at, layer.packing[i]);
   std::optional<Part> apart;
-  if (gates && is.gated == 2) apart.emplace(arrays, at, layer.packing[GATES], layer.biased[GATES]);
+  if (gates && is.gated == 2) apart.emplace(arrays, at, layer.packing[GATES]);
   const bool inside = gates && !apart;
-  std::unique_ptr<float[]> both(inside ? new float[count * parts[0]->matrix->rows] : nullptr);
+  std::unique_ptr<float[]> both(inside ? new float[count * parts[0]->matrix.rows] : nullptr);
   const int64_t size = layer.size[0], joined = is.fused_head;
   const int64_t wide = joined * is.heads, narrow = joined * is.key_heads;
   std::vector<Result> results = {
@@ -208,8 +205,8 @@ void apply_layer_input(const Layer &layer, const Arrays &arrays, size_t &at, con
   const int64_t numbers = layer.is.layer_input;
   std::unique_ptr<float[]> memory(new float[count * (numbers + columns)]);
   float *const gates = memory.get(), *const more = gates + count * numbers;
-  const Part gate(arrays, at, layer.packing[INPUT_GATE], layer.biased[INPUT_GATE]);
-  const Part product(arrays, at, layer.packing[INPUT_PROJECTION], layer.biased[INPUT_PROJECTION]);
+  const Part gate(arrays, at, layer.packing[INPUT_GATE]);
+  const Part product(arrays, at, layer.packing[INPUT_PROJECTION]);
   const Vectors sums = {{out, count, columns, TOAST_F32}, count};
   const Vectors inner = {{gates, count, numbers, TOAST_F32}, count};
   multiply(layer.activation_bits, {{sums, gate, gates}});
@@ -238,8 +235,8 @@ void finish_layer(const Layer &layer, const Arrays &arrays, size_t &at, const fl
   const int64_t columns = arrays[0].shape(-1);
   size_t second = at;
   at += layer.has[SECOND_NORM] + layer.biased_norms[1];
-  const Part part(arrays, at, layer.packing[OUT], layer.biased[OUT]);
-  const Vectors vectors = {{attended, count, part.matrix->columns, TOAST_F32}, count};
+  const Part part(arrays, at, layer.packing[OUT]);
+  const Vectors vectors = {{attended, count, part.matrix.columns, TOAST_F32}, count};
   multiply(layer.activation_bits, {{vectors, part, sum}});
   if (layer.is.parallel) return finish_parallel(layer, arrays, second, at, x, count, sum, out);
   add_residual(layer, ATTENDED_NORM, arrays, at, sum, x, count, columns);

@@ -58,7 +58,6 @@ struct Layer {
   toast_layer is;
   int activation_bits = 0;
   Packing packing[LAYER_PARTS] = {};
-  bool biased[LAYER_PARTS] = {};
   Network network = {};
   int size[HEADS] = {}, value = 0;
   bool has[NORMS] = {}, biased_norms[2] = {}, scaled = false;  // scaled: by a factor
@@ -73,7 +72,7 @@ void add_norm(Arrays &inputs, Layer &layer, int i, const toast_operands &given, 
               int64_t other);
 
 // Appends part `place` of `given` as part i of the layer; returns its rows. stack: its number of
-// matrices, 0 for a single one. Throws as add_matrix.
+// matrices, 0 for a single one. Throws as add_part.
 int add_layer_part(Arrays &inputs, Layer &layer, int i, const toast_operands &given, int place,
                    int64_t columns, int stack = 0);
 
@@ -94,7 +93,7 @@ toast_rotation rotation_of(const toast_layer &is, const float *frequencies,
                            const int32_t *positions, int64_t rows);
 
 // Append the arrays of project_heads and of finish_layer to `inputs`, of which the first is x (B,
-// L, columns). attended: size of the attention output of a position. Throw as add_matrix.
+// L, columns). attended: size of the attention output of a position. Throw as add_part.
 void add_head_projections(Arrays &inputs, Layer &layer, const toast_operands &given);
 void add_finish(Arrays &inputs, Layer &layer, const toast_operands &given, int64_t attended);
 

@@ -139,8 +139,8 @@ void compute(const Decoder &d, const Arrays &arrays) {
   parts.reserve(PROJECTIONS);
   for (int i = 0; i < d.projections; i++) {
     const int place = PLACES[i];
-    const Part &part = parts.emplace_back(arrays, at, layer.packing[place], layer.biased[place]);
-    projected[i].reset(new float[count * part.matrix->rows]);
+    const Part &part = parts.emplace_back(arrays, at, layer.packing[place]);
+    projected[i].reset(new float[count * part.matrix.rows]);
     results.push_back({vectors, part, projected[i].get()});
   }
   multiply(layer.activation_bits, results);

@@ -22,20 +22,17 @@ void compute(const Network &network, const Arrays &arrays) {
   feed(network, arrays, at, vectors, out.data<char>(), type_of(out));
 }
 
-// parts: the arrays of each, NULL for those absent. choice: experts of each vector, or NULL.
-mx::array feed_forward(const mx::array &x, const mx::array *const (*parts)[GIVEN],
-                       const mx::array *choice, const Network &network) {
-  const int last = network.count - 1;
+// choice: experts of each vector, or NULL.
+mx::array feed_forward(const mx::array &x, const toast_operands &given, int count,
+                       const mx::array *choice, int activation) {
   check(x.ndim() >= 1, "no vectors");
-  check(last == 2 || network.alone || !choice, "other parts");
   type_of(x);
   Arrays inputs = {x};
-  const mx::array &gate = *parts[0][0], &down = *parts[last][0];
-  const bool wide = add_network(inputs, parts, network, x.shape(-1));
-  const auto dtype = wide ? mx::float32 : x.dtype();
-  for (int i = 1; choice && i <= last; i++)
-    check(gate.shape(0) == parts[i][0]->shape(0), "stacks of other sizes");
-  check(!network.biased[last] || dtype == mx::float32, "a bias in 16 bits");
+  const Network network =
+      add_network(inputs, given, 0, count, x.shape(-1), activation, choice != nullptr);
+  check(count == PARTS || network.alone || !choice, "other parts");
+  const auto dtype = network.wide ? mx::float32 : x.dtype();
+  check(!network.parts[count - 1].biased || dtype == mx::float32, "a bias in 16 bits");
   const Weights weights = {1, inputs.size()};
   auto shape = x.shape();
   if (choice) {
@@ -46,49 +43,42 @@ mx::array feed_forward(const mx::array &x, const mx::array *const (*parts)[GIVEN
     shape.push_back(0);
     inputs.push_back(*choice);
   }
-  shape.back() = down.shape(-2);
+  shape.back() = network.rows;
   return lazy("ToastFeedForward", std::move(shape), dtype, std::move(inputs),
               [network](const Arrays &arrays) { compute(network, arrays); }, nullptr, weights);
 }
 
 }  // namespace
 
-Network network_of(const toast_operands &given, int first, int count, bool stacks, int activation,
-                   const mx::array *(*parts)[GIVEN]) {
+Network add_network(Arrays &inputs, const toast_operands &given, int first, int count,
+                    int64_t columns, int activation, bool stacks) {
   const bool alone = activation & ALONE;
   check(count == 2 || (count == PARTS && !alone), "other parts");
-  Network network = {count, alone, {}, {}, activation & ~ALONE, given.activation_bits};
-  for (int i = 0; i < count; i++)
-    network.parts[i] = part_of(given, first + i, network.biased[i], parts[i], stacks);
-  return network;
-}
-
-bool add_network(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const Network &network,
-                 int64_t columns) {
-  const int last = network.count - 1;
-  check(last == 1 || last == 2, "other parts");
-  const mx::array &gate = *parts[0][0];
-  const int each = last == 2 || network.alone ? 1 : 2;
-  bool wide = false;
-  for (int i = 0; i <= last; i++) {
-    const int64_t hidden = i == last ? gate.shape(-2) / each : columns;
-    wide |= add_part(inputs, parts[i], network.parts[i], hidden) != inputs[0].dtype();
-    check(i == last || parts[i][0]->shape(-2) == gate.shape(-2), "a gate of another shape");
+  Network network = {count, alone, activation & ~ALONE, given.activation_bits};
+  const mx::array &gate = *part_of(given, first).weight;
+  const int each = count == PARTS || alone ? 1 : 2;
+  for (int i = 0; i < count; i++) {
+    const bool last = i == count - 1;
+    const GivenPart part = part_of(given, first + i);
+    network.parts[i] = add_part(inputs, part, last ? gate.shape(-2) / each : columns, stacks);
+    network.wide |= network.parts[i].wide;
+    network.rows = part.weight->shape(-2);
+    check(last || network.rows == gate.shape(-2), "a gate of another shape");
+    check(!stacks || part.weight->shape(0) == gate.shape(0), "stacks of other sizes");
   }
+  network.experts = gate.shape(0);
   check(gate.shape(-2) % each == 0, "no two halves");
-  return wide;
+  return network;
 }
 
 FeedForward::FeedForward(const Network &network, const Arrays &arrays, size_t &at,
                          const Vectors &vectors)
     : network_(network),
       vectors_(vectors),
-      gate_(arrays, at, network.parts[0], network.biased[0]),
-      up_(network.count == 2
-              ? nullptr
-              : std::make_unique<Part>(arrays, at, network.parts[1], network.biased[1])),
-      down_(arrays, at, network.parts[network.count - 1], network.biased[network.count - 1]),
-      hidden_(gate_.matrix->rows / (up_ || network.alone ? 1 : 2)),
+      gate_(arrays, at, network.parts[0]),
+      up_(network.count == 2 ? nullptr : std::make_unique<Part>(arrays, at, network.parts[1])),
+      down_(arrays, at, network.parts[network.count - 1]),
+      hidden_(gate_.matrix.rows / (up_ || network.alone ? 1 : 2)),
       gates_(new float[vectors.count * hidden_]),
       ups_(network.alone ? nullptr : new float[vectors.count * hidden_]),
       inner_{{gates_.get(), vectors.count, hidden_, TOAST_F32},
@@ -127,10 +117,7 @@ extern "C" {
 TOAST_API const char *toast_feed_forward_array(void *out, void *x, const toast_operands *given,
                                                int count, void *choice, int activation) {
   return set_array(out, [&] {
-    const mx::array *parts[toast::PARTS][toast::GIVEN];
-    const toast::Network network =
-        toast::network_of(*given, 0, count, choice, activation, parts);
-    return toast::feed_forward(array_of(x), parts, array_if(choice), network);
+    return toast::feed_forward(array_of(x), *given, count, array_if(choice), activation);
   });
 }
 

@@ -11,21 +11,16 @@ constexpr int ALONE = 64;  // flag in an activation: ungated, down(activation(up
 struct Network {
   int count;  // of parts
   bool alone;
-  Packing parts[PARTS];
-  bool biased[PARTS];
-  int activation;
-  int activation_bits;
+  int activation, activation_bits;
+  Packing parts[PARTS] = {};
+  int rows = 0, experts = 0;  // of the output; matrices of each part, if they are stacks
+  bool wide = false;          // any part is, see Packing
 };
 
-// The network of the `count` parts of `given` from `first` on; sets `parts` to their arrays.
-// activation: may have the flag ALONE.
-Network network_of(const toast_operands &given, int first, int count, bool stacks, int activation,
-                   const mx::array *(*parts)[GIVEN]);
-
-// Appends the arrays of its parts to `inputs`, of which the first is x with `columns` columns.
-// Returns whether any part has another dtype than x. Throws as add_matrix.
-bool add_network(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const Network &network,
-                 int64_t columns);
+// Appends the `count` parts of `given` from `first` on to `inputs`, of which the first is x with
+// `columns` columns. activation: may have the flag ALONE. Throws as add_part.
+Network add_network(Arrays &inputs, const toast_operands &given, int first, int count,
+                    int64_t columns, int activation, bool stacks = false);
 
 // A network while it computes, in two rounds of products, so that each round can be computed
 // together with products of other networks. at: index of its first array; advanced past its last.

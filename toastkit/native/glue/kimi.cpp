@@ -19,7 +19,6 @@ struct Kimi {
   Layer layer;
   int heads, size, kernel;  // size: of a head
   Packing packing[DELTA_PARTS];
-  bool biased[DELTA_PARTS];
   Ending ending;
   bool begun;
   int numbers() const { return heads * size; }
@@ -37,10 +36,10 @@ Projected project(const Kimi &k, const Arrays &arrays, size_t &at, const float *
   std::vector<Part> parts;
   parts.reserve(SEQUENCES + DELTA_PARTS);
   for (int i = 0; i < SEQUENCES; i++)
-    parts.emplace_back(arrays, at, k.layer.packing[i], k.layer.biased[i]);
+    parts.emplace_back(arrays, at, k.layer.packing[i]);
   const Part *const more = parts.data() + SEQUENCES;
-  for (int i = 0; i < DELTA_PARTS; i++) parts.emplace_back(arrays, at, k.packing[i], k.biased[i]);
-  const int64_t inner = more[FIRST_DECAYS].matrix->rows, outer = more[FIRST_GATES].matrix->rows;
+  for (int i = 0; i < DELTA_PARTS; i++) parts.emplace_back(arrays, at, k.packing[i]);
+  const int64_t inner = more[FIRST_DECAYS].matrix.rows, outer = more[FIRST_GATES].matrix.rows;
   Projected p = {};
   p.memory.reset(new float[count * (5 * all + heads + inner + outer)]);
   float *next = p.memory.get();
@@ -123,11 +122,10 @@ void add_projections(Arrays &inputs, Kimi &k, const toast_operands &given) {
           "sequences of other lengths");
   int64_t inner = columns;
   for (int i = 0; i < DELTA_PARTS; i++) {
-    const mx::array *part[GIVEN];
+    const GivenPart part = part_of(given, places + i);
     const bool second = i == SECOND_DECAYS || i == SECOND_GATES;
-    k.packing[i] = part_of(given, places + i, k.biased[i], part);
-    add_part(inputs, part, k.packing[i], second ? inner : columns);
-    inner = part[0]->shape(-2);
+    k.packing[i] = add_part(inputs, part, second ? inner : columns);
+    inner = part.weight->shape(-2);
     check(i == RATES ? inner == k.heads : !second || inner == all, "gates of another length");
   }
   const int at[DELTA_ARRAYS] = {KERNEL, KERNEL_BIAS, BEHIND_FACTOR, BEHIND_FACTOR + 1,
@@ -146,7 +144,7 @@ void add_projections(Arrays &inputs, Kimi &k, const toast_operands &given) {
 Arrays kimi_layer(const mx::array &x, void **before, const toast_layer &is, int size,
                   const toast_operands &given, const toast_mixture *mixture) {
   check(!is.layer_norms && !is.parallel && is.heads > 0 && size > 0, "layer norms, or no heads");
-  Kimi k = {{is}, is.heads, size, 0, {}, {}, {}, before[0] != nullptr};
+  Kimi k = {{is}, is.heads, size, 0, {}, {}, before[0] != nullptr};
   Layer &layer = k.layer;
   const mx::array &weight = rest_of(given, KERNEL);
   check(weight.ndim() == 3 && weight.shape(1) > 0 && weight.shape(1) <= MAX_KERNEL,

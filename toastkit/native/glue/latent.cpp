@@ -43,13 +43,13 @@ LatentProjections project_latent(const Layer &layer, const Arrays &arrays, size_
   if (layer.has[FIRST_NORM])
     apply_norm(layer, FIRST_NORM, arrays, at, x, count * columns, normed.get());
   std::optional<Part> first;
-  if (is.query_rank) first.emplace(arrays, at, layer.packing[QUERY_DOWN], layer.biased[QUERY_DOWN]);
+  if (is.query_rank) first.emplace(arrays, at, layer.packing[QUERY_DOWN]);
   size_t query_norm = at;
   at += layer.has[QUERY_NORM];
-  const Part queries(arrays, at, layer.packing[0], layer.biased[0]);
-  const Part keys(arrays, at, layer.packing[1], layer.biased[1]);
-  const int64_t row = keys.matrix->rows;
-  LatentProjections made = {floats(count * queries.matrix->rows), floats(count * row),
+  const Part queries(arrays, at, layer.packing[0]);
+  const Part keys(arrays, at, layer.packing[1]);
+  const int64_t row = keys.matrix.rows;
+  LatentProjections made = {floats(count * queries.matrix.rows), floats(count * row),
                             floats(count * is.latent)};
   const auto inner = floats(count * is.query_rank);
   float *const narrow = inner.get(), *const both = made.both.get();
@@ -123,14 +123,14 @@ void project_latent_heads(const Layer &layer, const Arrays &arrays, size_t &at, 
   const int64_t length = positions.length, count = positions.batch * length, heads = is.heads;
   const int64_t rope = rope_size(layer), head = is.nope + rope, wide = layer.size[0];
   const LatentProjections made = project_latent(layer, arrays, at, x, count);
-  const Part values(arrays, at, layer.packing[2], layer.biased[2]);
+  const Part values(arrays, at, layer.packing[2]);
   Contiguous frequencies(arrays[at++]);
   const auto rotation = rotation_of(is, frequencies.floats(), positions.positions, positions.rows);
   const auto rope_queries = floats(count * heads * rope), rope_keys = floats(count * rope);
   rotate_last(made.queries.get(), heads, head, rope, positions, rotation, rope_queries.get());
   rotate_last(made.both.get(), 1, is.latent + rope, rope, positions, rotation, rope_keys.get());
   const int64_t first = wide - rope;  // numbers of a query before its RoPE part
-  const int64_t row = is.expanded ? values.matrix->rows / heads : is.latent;
+  const int64_t row = is.expanded ? values.matrix.rows / heads : is.latent;
   const auto more = floats(count * heads * row);
   if (is.expanded) {
     const Vectors latent = {{made.latent.get(), count, is.latent, TOAST_F32}, count};
@@ -229,7 +229,7 @@ const float *project_values(const Layer &layer, const Arrays &arrays, size_t &at
                             const float *attended, int64_t count,
                             std::unique_ptr<float[]> &values) {
   if (!layer.value) return attended;
-  const Part stack(arrays, at, layer.packing[UNEMBED], layer.biased[UNEMBED]);
+  const Part stack(arrays, at, layer.packing[UNEMBED]);
   values = floats(count * layer.is.heads * layer.value);
   multiply_heads(layer, stack, attended, count, layer.is.latent, values.get());
   return values.get();

@@ -4,89 +4,67 @@
 
 namespace toast {
 
-mx::Dtype add_matrix(Arrays &inputs, const mx::array &weight,
-                     const mx::array *scales, const mx::array *biases, const Packing &packing,
-                     int64_t columns) {
-  const auto [bits, group_size, stack, powers] = packing;
+GivenPart part_of(const toast_operands &given, int i) {
+  void *const *part = given.parts + 4 * i;
+  return {array_if(part[0]), array_if(part[1]), array_if(part[2]), array_if(part[3]),
+          given.packing[2 * i], given.packing[2 * i + 1]};
+}
+
+const mx::array &rest_of(const toast_operands &given, int i) { return array_of(given.rest[i]); }
+
+Packing add_part(Arrays &inputs, const GivenPart &part, int64_t columns, bool stack) {
+  const mx::array &weight = *part.weight, *scales = part.scales, *biases = part.biases;
+  const int bits = part.bits, group_size = part.group_size;
+  const bool powers = bits && !biases;
   check(weight.ndim() == (stack ? 3 : 2) && columns > 0, "a matrix of another shape");
   inputs.push_back(weight);
   if (!bits) {
     check(weight.shape(-1) == columns, "vectors of another length");
     type_of(weight);
-    return weight.dtype();
+  } else {
+    check(weight.dtype() == mx::uint32, "packed numbers that are no uint32");
+    check(weight.shape(-1) * int64_t(32) == columns * bits, "vectors of another length");
+    check(group_size && scales && scales->ndim() == weight.ndim() &&
+              scales->shape(-1) * int64_t(group_size) == columns &&
+              scales->shape(-2) == weight.shape(-2) && scales->shape(0) == weight.shape(0),
+          "scales of another shape");
+    inputs.push_back(*scales);
   }
-  check(weight.dtype() == mx::uint32, "packed numbers that are no uint32");
-  check(weight.shape(-1) * int64_t(32) == columns * bits, "vectors of another length");
-  check(group_size && scales && scales->ndim() == weight.ndim() &&
-            scales->shape(-1) * int64_t(group_size) == columns &&
-            scales->shape(-2) == weight.shape(-2) && scales->shape(0) == weight.shape(0),
-        "scales of another shape");
-  inputs.push_back(*scales);
   if (powers) {
     check(scales->dtype() == mx::uint8 && bits == 4 && group_size == 32, "no biases");
-    return inputs[0].dtype();
+  } else if (bits) {
+    check(biases->shape() == scales->shape() && biases->dtype() == scales->dtype(),
+          "biases of another shape");
+    type_of(*scales);
+    inputs.push_back(*biases);
   }
-  check(biases->shape() == scales->shape() && biases->dtype() == scales->dtype(),
-        "biases of another shape");
-  type_of(*scales);
-  inputs.push_back(*biases);
-  return scales->dtype();
-}
-
-Matrix::Matrix(const Arrays &arrays, size_t first, const Packing &packing)
-    : weight_(arrays[first]) {
-  const mx::array &weight = arrays[first];
-  const auto [bits, group_size, stack, powers] = packing;
-  int64_t columns = weight.shape(-1);
-  if (bits) {
-    scales_ = std::make_unique<Contiguous>(arrays[first + 1]);
-    if (!powers) biases_ = std::make_unique<Contiguous>(arrays[first + 2]);
-    columns = columns * 32 / bits;
-  }
-  matrix_ = {
-      weight_.data(),
-      bits ? scales_->data() : nullptr,
-      biases_ ? biases_->data() : nullptr,
-      stack ? weight.shape(0) : 1,
-      weight.shape(-2),
-      columns,
-      bits,
-      group_size,
-      powers ? TOAST_E8M0 : type_of(bits ? arrays[first + 1] : weight),
-  };
-}
-
-mx::Dtype add_part(Arrays &inputs, const mx::array *const (&part)[GIVEN], const Packing &packing,
-                   int64_t columns) {
-  const auto [weight, scales, biases, bias] = part;
-  const auto numbers = add_matrix(inputs, *weight, scales, biases, packing, columns);
-  if (bias) {
-    auto rows = weight->shape();
+  if (part.bias) {
+    auto rows = weight.shape();
     rows.pop_back();
-    check(bias->shape() == rows && bias->dtype() == mx::float32, "a bias of another shape");
-    inputs.push_back(*bias);
+    check(part.bias->shape() == rows && part.bias->dtype() == mx::float32,
+          "a bias of another shape");
+    inputs.push_back(*part.bias);
   }
-  return numbers;
+  const bool wide = !powers && (bits ? *scales : weight).dtype() != inputs[0].dtype();
+  return {bits, group_size, stack, powers, part.bias != nullptr, wide};
 }
 
-Packing part_of(const toast_operands &given, int i, bool &biased, const mx::array *(&part)[GIVEN],
-                bool stack) {
-  void *const *objects = given.parts + GIVEN * i;
-  for (int j = 0; j < GIVEN; j++) part[j] = array_if(objects[j]);
-  biased = objects[GIVEN - 1];
-  return {given.packing[2 * i], given.packing[2 * i + 1], stack, objects[2]};
-}
-
-const mx::array &rest_of(const toast_operands &given, int i) { return array_of(given.rest[i]); }
-
-Part::Part(const Arrays &arrays, size_t &at, const Packing &packing, bool biased)
-    : matrix(arrays, at, packing) {
-  at += Matrix::count(packing);
-  if (biased) bias_ = std::make_unique<Contiguous>(arrays[at++]);
+Part::Part(const Arrays &arrays, size_t &at, const Packing &packing) {
+  const auto [bits, group_size, stack, powers, biased, wide] = packing;
+  const mx::array &weight = arrays[at], &numbers = arrays[bits ? at + 1 : at];
+  auto next = [&] { return held_.emplace_back(arrays[at++]).data(); };
+  held_.reserve(4);
+  const int64_t columns = bits ? weight.shape(-1) * int64_t(32) / bits : weight.shape(-1);
+  const int type = powers ? TOAST_E8M0 : type_of(numbers);
+  const void *codes = next(), *scales = bits ? next() : nullptr;
+  const void *biases = bits && !powers ? next() : nullptr;
+  matrix = {codes, scales, biases, stack ? weight.shape(0) : 1, weight.shape(-2), columns, bits,
+            group_size, type};
+  if (biased) bias = reinterpret_cast<const float *>(next());
 }
 
 toast_matrix Part::slice(int64_t first, int64_t rows) const {
-  toast_matrix some = *matrix.get();
+  toast_matrix some = matrix;
   const int64_t packed = some.bits ? some.columns * some.bits / 8 : 0;
   const int64_t size = toast_type_bytes(some.type);
   auto at = [&](const void *p, int64_t row) {
@@ -105,16 +83,16 @@ void multiply(int activation_bits, const std::vector<Result> &results) {
   matrices.reserve(results.size()), products.reserve(results.size());
   for (const Result &r : results) {
     const auto &[x, count, which, expert] = r.vectors;
-    matrices.push_back(r.part.slice(r.first, r.rows ? r.rows : r.part.matrix->rows));
+    matrices.push_back(r.part.slice(r.first, r.rows ? r.rows : r.part.matrix.rows));
     products.push_back(
         {&matrices.back(), &x, count, which, expert, activation_bits, r.out, r.out_type});
   }
   need(toast_multiply_all(products.data(), int32_t(products.size())));
   for (const Result &r : results)
-    if (const float *bias = r.part.bias())
+    if (const float *bias = r.part.bias)
       need(toast_add_rows(static_cast<float *>(r.out), r.vectors.count,
-                          r.rows ? r.rows : r.part.matrix->rows, bias + r.first,
-                          r.part.matrix->experts, r.vectors.expert));
+                          r.rows ? r.rows : r.part.matrix.rows, bias + r.first,
+                          r.part.matrix.experts, r.vectors.expert));
 }
 
 }  // namespace toast

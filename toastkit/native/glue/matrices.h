@@ -18,64 +18,43 @@ typedef struct {
 
 namespace toast {
 
-// How a matrix is stored. bits: 0 for a float matrix. stack: of shape (experts, rows, columns)
-// rather than (rows, columns). powers: mxfp4, with scales that are powers of two (TOAST_E8M0) and
-// no biases.
-struct Packing {
-  Packing() = default;
-  Packing(int bits, int group_size, bool stack, const void *biases)
-      : bits(bits), group_size(group_size), stack(stack), powers(bits && !biases) {}
+// The arrays of a matrix and its bias, NULL where absent, and how the matrix is packed.
+struct GivenPart {
+  const mx::array *weight, *scales, *biases, *bias;
   int bits, group_size;
-  bool stack, powers;
 };
 
-// Appends the arrays of a matrix with `columns` columns to `inputs`, of which the first is x.
-// scales, biases: NULL for a float matrix. Returns the matrix's dtype: that of the scales, for
-// mxfp4 that of x. Throws std::invalid_argument for arrays that do not fit together.
-mx::Dtype add_matrix(Arrays &inputs, const mx::array &weight,
-                     const mx::array *scales, const mx::array *biases, const Packing &packing,
-                     int64_t columns);
-
-// The matrix that those arrays hold, from arrays[first] on, while it is computed with.
-class Matrix {
- public:
-  Matrix(const Arrays &arrays, size_t first, const Packing &packing);
-  const toast_matrix *operator->() const { return &matrix_; }
-  const toast_matrix *get() const { return &matrix_; }
-  static size_t count(const Packing &packing) { return packing.bits ? 3 - packing.powers : 1; }
-
- private:
-  Contiguous weight_;
-  std::unique_ptr<Contiguous> scales_, biases_;
-  toast_matrix matrix_;
-};
-
-constexpr int GIVEN = 4;  // arrays of a part: weight, scales, group biases, bias
-
-// As add_matrix, for a matrix and its float32 bias. Absent arrays are NULL.
-mx::Dtype add_part(Arrays &inputs, const mx::array *const (&part)[GIVEN], const Packing &packing,
-                   int64_t columns);
-
-// How part i of `given` is stored; sets `part` to its arrays.
-Packing part_of(const toast_operands &given, int i, bool &biased, const mx::array *(&part)[GIVEN],
-                bool stack = false);
+// Part i of `given`.
+GivenPart part_of(const toast_operands &given, int i);
 
 // given.rest[i], which must not be NULL.
 const mx::array &rest_of(const toast_operands &given, int i);
 
-// A matrix and its bias. at: index of its first array; advanced past its last.
-struct Part {
-  Part(const Arrays &arrays, size_t &at, const Packing &packing, bool biased);
+// How a matrix and its bias are stored. bits: 0 for a float matrix. stack: of shape (experts, rows,
+// columns) rather than (rows, columns). powers: mxfp4, with scales that are powers of two
+// (TOAST_E8M0) and no group biases. biased: with a bias. wide: products of x are float32, as the
+// matrix has another dtype: that of its scales, unless they are powers.
+struct Packing {
+  int bits, group_size;
+  bool stack, powers, biased, wide;
+};
+
+// Appends the arrays of a part with `columns` columns to `inputs`, of which the first is x. Throws
+// std::invalid_argument for arrays that do not fit together.
+Packing add_part(Arrays &inputs, const GivenPart &part, int64_t columns, bool stack = false);
+
+// A matrix and its bias while they are computed with. at: index of the first array; advanced past
+// the last.
+class Part {
+ public:
+  Part(const Arrays &arrays, size_t &at, const Packing &packing);
   // Rows [first, first + rows).
   toast_matrix slice(int64_t first, int64_t rows) const;
-  // float32 (rows,); NULL without a bias.
-  const float *bias() const {
-    return bias_ ? bias_->floats() : nullptr;
-  }
-  Matrix matrix;
+  toast_matrix matrix;
+  const float *bias = nullptr;  // float32 (rows,); NULL without one
 
  private:
-  std::unique_ptr<Contiguous> bias_;
+  std::vector<Contiguous> held_;
 };
 
 // The `count` vectors of a product. which: the row of x of each; NULL for all rows in order.

@@ -151,7 +151,7 @@ void compute(const MixerLayer &m, const Arrays &arrays) {
   size_t at = 1 + 2 * m.begun;
   if (layer.has[FIRST_NORM])
     apply_norm(layer, FIRST_NORM, arrays, at, x.floats(), count * columns, normed);
-  const Part part(arrays, at, layer.packing[0], layer.biased[0]);
+  const Part part(arrays, at, layer.packing[0]);
   const Vectors vectors = {
       {layer.has[FIRST_NORM] ? normed : x.floats(), count, columns, TOAST_F32}, count};
   multiply(layer.activation_bits, {{vectors, part, projected}});

@@ -3,27 +3,6 @@
 #include "mixture.h"
 
 namespace toast {
-namespace {
-
-// The mixture of x (..., columns).
-mx::array mixed(const mx::array &x, const mx::array *const (*parts)[GIVEN],
-                const Mixture &mixture) {
-  check(x.ndim() >= 1 && x.dtype() == mx::float32, "vectors that are no float32");
-  Arrays inputs = {x};
-  add_mixture(inputs, parts, mixture, x.shape(-1));
-  const Weights weights = {1, inputs.size()};
-  return lazy("ToastMixture", x.shape(), mx::float32, std::move(inputs),
-              [mixture](const Arrays &arrays) {
-    mx::array out = arrays.back();
-    Contiguous rows(arrays[0]);
-    const int64_t columns = out.shape(-1);
-    size_t at = 1;
-    mix(mixture, arrays, at, rows.floats(),
-        int64_t(out.size()) / columns, columns, out.data<float>());
-  }, nullptr, weights);
-}
-
-}  // namespace
 
 void check_choice(const toast_choice &choice, const mx::array *bias, int experts) {
   check(choice.chosen > 0 && choice.chosen <= experts, "too few experts");
@@ -34,50 +13,37 @@ void check_choice(const toast_choice &choice, const mx::array *bias, int experts
         "a bias of other experts");
 }
 
-Mixture mixture_of(const toast_mixture &is, const mx::array *(*parts)[GIVEN]) {
+namespace {
+
+// Appends a mixture to `inputs`, of which the first is x, float32 with `columns` columns; the
+// result has as many. Throws as add_part.
+Mixture add_mixture(Arrays &inputs, const toast_mixture &is, int64_t columns) {
+  const toast_operands &given = *is.given;
   Mixture m = {};
-  m.choice = is.choice, m.activation_bits = is.given->activation_bits;
-  auto some = [&](int i, int count, bool stacks, int activation) {
-    return network_of(*is.given, i, count, stacks, activation, parts + i);
-  };
-  m.router = part_of(*is.given, 0, m.router_biased, parts[0]);
-  m.experts = some(1, is.experts, true, is.activations[0]);
+  m.choice = is.choice, m.activation_bits = given.activation_bits;
+  const GivenPart router = part_of(given, 0);
+  m.router = add_part(inputs, router, columns);
+  const int experts = router.weight->shape(-2);
+  const mx::array *bias = array_if(given.rest[0]);
+  check_choice(m.choice, bias, experts);
+  if ((m.choice_biased = bias)) inputs.push_back(*bias);
+  m.experts = add_network(inputs, given, 1, is.experts, columns, is.activations[0], true);
   check(m.experts.alone || is.experts == PARTS, "other experts");
-  if (is.shared) {
-    m.shared = some(1 + is.experts, is.shared, false, is.activations[1]);
-    const int gate = 1 + is.experts + is.shared;
-    if ((m.gated = is.gated)) m.gate = part_of(*is.given, gate, m.gate_biased, parts[gate]);
-  }
-  m.choice_biased = is.given->rest[0];
-  parts[MIXED - 1][0] = m.choice_biased ? &rest_of(*is.given, 0) : nullptr;
+  check(m.experts.experts == experts, "stacks of other sizes");
+  check(m.experts.rows == columns, "rows of another length");
+  if (!is.shared) return m;
+  m.shared = add_network(inputs, given, 1 + is.experts, is.shared, columns, is.activations[1]);
+  check(m.shared.rows == columns, "rows of another length");
+  if (!(m.gated = is.gated)) return m;
+  const GivenPart gate = part_of(given, 1 + is.experts + is.shared);
+  m.gate = add_part(inputs, gate, columns);
+  check(gate.weight->shape(-2) == 1, "rows of another length");
   return m;
 }
 
-void add_mixture(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const Mixture &m,
-                 int64_t columns) {
-  auto gives = [&](int i, int64_t rows) {
-    check(parts[i][0]->shape(-2) == rows, "rows of another length");
-  };
-  add_part(inputs, parts[0], m.router, columns);
-  const int experts = parts[0][0]->shape(-2);
-  const mx::array *bias = parts[MIXED - 1][0];
-  check_choice(m.choice, bias, experts);
-  if (bias) inputs.push_back(*bias);
-  const int last = m.experts.count, gate = 1 + last + m.shared.count;
-  add_network(inputs, parts + 1, m.experts, columns);
-  for (int i = 1; i <= last; i++)
-    check(parts[i][0]->shape(0) == experts, "stacks of other sizes");
-  gives(last, columns);
-  if (!m.shared.count) return;
-  add_network(inputs, parts + 1 + last, m.shared, columns);
-  gives(gate - 1, columns);
-  if (!m.gated) return;
-  add_part(inputs, parts[gate], m.gate, columns);
-  gives(gate, 1);
-}
-
-// Three rounds of products: router, shared gate and up; gate and up of the chosen experts; all down
-// projections.
+// The mixture of x (count, columns); out may be x. at: index of its first array; advanced past its
+// last. Three rounds of products: router, shared gate and up; gate and up of the chosen experts;
+// all down projections.
 void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int64_t count,
          int64_t columns, float *out) {
   const int64_t experts = arrays[at].shape(-2), chosen = m.choice.chosen, all = count * chosen;
@@ -89,7 +55,7 @@ void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int
   const toast_vectors rows = {x, count, columns, TOAST_F32};
   const Vectors each = {rows, count}, some_experts = {rows, all, which.get(), expert.get()};
 
-  const Part router(arrays, at, m.router, m.router_biased);
+  const Part router(arrays, at, m.router);
   std::unique_ptr<Contiguous> bias;
   if (m.choice_biased) bias = std::make_unique<Contiguous>(arrays[at++]);
   FeedForward few(m.experts, arrays, at, some_experts);
@@ -99,7 +65,7 @@ void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int
   if (m.shared.count) {
     shared = std::make_unique<FeedForward>(m.shared, arrays, at, each);
     if (m.gated) {
-      gate = std::make_unique<Part>(arrays, at, m.gate, m.gate_biased);
+      gate = std::make_unique<Part>(arrays, at, m.gate);
       results.push_back({each, *gate, gates.get()});
     }
     shared->add_first_products(results);
@@ -127,18 +93,31 @@ void mix(const Mixture &m, const Arrays &arrays, size_t &at, const float *x, int
   if (shared) add_vectors(out, more.get(), count, columns);
 }
 
-namespace {
+// The mixture of x (..., columns).
+mx::array mixed(const mx::array &x, const toast_mixture &is) {
+  check(x.ndim() >= 1 && x.dtype() == mx::float32, "vectors that are no float32");
+  Arrays inputs = {x};
+  const Mixture mixture = add_mixture(inputs, is, x.shape(-1));
+  const Weights weights = {1, inputs.size()};
+  return lazy("ToastMixture", x.shape(), mx::float32, std::move(inputs),
+              [mixture](const Arrays &arrays) {
+    mx::array out = arrays.back();
+    Contiguous rows(arrays[0]);
+    const int64_t columns = out.shape(-1);
+    size_t at = 1;
+    mix(mixture, arrays, at, rows.floats(),
+        int64_t(out.size()) / columns, columns, out.data<float>());
+  }, nullptr, weights);
+}
 
 // The mixture that is a layer's network; appends its arrays and those of the norm after it. Throws
-// as add_matrix.
+// as add_part.
 Mixture add_mixture_network(Arrays &inputs, Layer &layer, const toast_operands &given,
                             const toast_mixture &is) {
   check(!layer.is.network && layer.has[SECOND_NORM] && is.choice.chosen > 0,
         "two networks, or no experts, or no norm");
-  const mx::array *parts[MIXED][GIVEN];
-  const Mixture mixture = mixture_of(is, parts);
   const int64_t columns = inputs[0].shape(-1);
-  add_mixture(inputs, parts, mixture, columns);
+  const Mixture mixture = add_mixture(inputs, is, columns);
   add_norm(inputs, layer, FED_NORM, given, columns, columns);
   return mixture;
 }
@@ -167,10 +146,8 @@ mx::array fed(const mx::array &x, const toast_layer &is, const toast_operands &g
   if (mixture) {
     of = add_mixture_network(inputs, layer, given, *mixture);
   } else {
-    const mx::array *parts[PARTS][GIVEN];
-    layer.network = network_of(given, 0, is.network, false, is.activation, parts);
-    add_network(inputs, parts, layer.network, columns);
-    check(parts[is.network - 1][0]->shape(-2) == columns, "rows of another length");
+    layer.network = add_network(inputs, given, 0, is.network, columns, is.activation);
+    check(layer.network.rows == columns, "rows of another length");
   }
   const Weights weights = {1, inputs.size()};
   return lazy("ToastFed", x.shape(), mx::float32, std::move(inputs),
@@ -218,11 +195,7 @@ extern "C" {
 // Sets `out`, an unshared array, to the output of a mixture. Lazy. Returns an error message or
 // NULL.
 TOAST_API const char *toast_mixture_array(void *out, void *x, const toast_mixture *is) {
-  return set_array(out, [&] {
-    const mx::array *parts[toast::MIXED][toast::GIVEN];
-    const toast::Mixture mixture = toast::mixture_of(*is, parts);
-    return toast::mixed(array_of(x), parts, mixture);
-  });
+  return set_array(out, [&] { return toast::mixed(array_of(x), *is); });
 }
 
 // Sets `out`, an unshared array, to the output of a layer without attention. mixture: its network,

@@ -20,11 +20,8 @@ typedef struct {
 
 namespace toast {
 
-// Router, experts, shared expert and its gate, bias of the choice.
-constexpr int MIXED = 2 * PARTS + 3;
 struct Mixture {
   Packing router, gate;
-  bool router_biased, gate_biased;
   bool gated, choice_biased;
   Network experts, shared;  // shared.count: 0 without a shared expert
   toast_choice choice;
@@ -35,19 +32,6 @@ struct Mixture {
 // NULL.
 void check_choice(const toast_choice &choice, const mx::array *bias, int experts);
 
-// The mixture that Python passed; sets `parts` to its arrays, the last to the bias of the choice.
-Mixture mixture_of(const toast_mixture &is, const mx::array *(*parts)[GIVEN]);
-
-// Appends its arrays to `inputs`, of which the first is x, float32 with `columns` columns; the
-// result has as many. Throws as add_matrix.
-void add_mixture(Arrays &inputs, const mx::array *const (*parts)[GIVEN], const Mixture &mixture,
-                 int64_t columns);
-
-// Computes the mixture of x (count, columns). at: index of its first array; advanced past its last.
-// out: (count, columns); may be x.
-void mix(const Mixture &mixture, const Arrays &arrays, size_t &at, const float *x, int64_t count,
-         int64_t columns, float *out);
-
 // What follows attention, or what stands in its place: finish_layer, then the mixture that is the
 // layer's network, if that has experts. outputs: 1; 2 if the network is computed elsewhere: the sum
 // and its norm.
@@ -56,7 +40,7 @@ struct Ending {
   size_t outputs = 1;
 };
 
-// Appends its arrays. mixture: or NULL. attended: see add_finish. Throws as add_matrix.
+// Appends its arrays. mixture: or NULL. attended: see add_finish. Throws as add_part.
 Ending add_ending(Arrays &inputs, Layer &layer, const toast_operands &given, int64_t attended,
                   const toast_mixture *mixture);
 

@@ -27,19 +27,18 @@ std::vector<uint32_t> places_of(const mx::array &a, size_t skip, const std::vect
   return places;
 }
 
-void multiply(const Arrays &arrays, const Packing &packing, bool biased, int activation_bits,
+void multiply(const Arrays &arrays, const Packing &packing, int activation_bits,
               const std::vector<int> &batch) {
   const mx::array &x = arrays[0];
   const bool chosen = packing.stack;
   mx::array out = arrays.back();
   Contiguous rows(x);
   size_t next = 1;
-  const Part part(arrays, next, packing, biased);
-  const Matrix &matrix = part.matrix;
+  const Part part(arrays, next, packing);
   const int64_t columns = x.shape(-1);
   const toast_vectors vectors = {rows.data(), int64_t(x.size()) / columns, columns, type_of(x)};
-  const int64_t count = out.size() / matrix->rows;
-  if (biased) {
+  const int64_t count = out.size() / part.matrix.rows;
+  if (packing.biased) {
     const Vectors all = {vectors, count};
     return toast::multiply(activation_bits, {{all, part, out.data<char>()}});
   }
@@ -56,7 +55,7 @@ void multiply(const Arrays &arrays, const Packing &packing, bool biased, int act
         expert.push_back(of[choices[i]]);
       }
   }
-  need(toast_multiply(matrix.get(), &vectors, count, chosen ? vector.data() : nullptr,
+  need(toast_multiply(&part.matrix, &vectors, count, chosen ? vector.data() : nullptr,
                       chosen ? expert.data() : nullptr, activation_bits, out.data<char>(),
                       type_of(out)));
 }
@@ -81,11 +80,10 @@ mx::array product(const mx::array &x, const mx::array &weight, const mx::array *
                   int bits, int group_size, int activation_bits) {
   check(x.ndim() >= (choice ? 2 : 1), "no vectors");
   check(!bias || (!choice && x.dtype() == mx::float32), "a bias of other products");
-  const Packing packing(bits, group_size, choice != nullptr, biases);
   Arrays inputs = {x};
   type_of(x);
-  const mx::array *part[GIVEN] = {&weight, scales, biases, bias};
-  const auto numbers = add_part(inputs, part, packing, x.shape(-1));
+  const GivenPart part = {&weight, scales, biases, bias, bits, group_size};
+  const Packing packing = add_part(inputs, part, x.shape(-1), choice != nullptr);
   const Weights weights = {1, inputs.size()};
   auto shape = x.shape();
   std::vector<int> batch;
@@ -99,11 +97,12 @@ mx::array product(const mx::array &x, const mx::array &weight, const mx::array *
     inputs.push_back(*choice);
   }
   shape.back() = weight.shape(-2);
-  auto dtype = x.dtype() == numbers ? x.dtype() : mx::float32;
+  auto dtype = packing.wide ? mx::float32 : x.dtype();
   return lazy(
       "ToastProduct", std::move(shape), dtype, std::move(inputs),
-      [packing, biased = bias != nullptr, activation_bits, batch = std::move(batch)](
-          const Arrays &arrays) { multiply(arrays, packing, biased, activation_bits, batch); },
+      [packing, activation_bits, batch = std::move(batch)](const Arrays &arrays) {
+        multiply(arrays, packing, activation_bits, batch);
+      },
       nullptr, weights);
 }
 
@@ -142,23 +141,25 @@ mx::array rows_at(const mx::array &places, const mx::array &weight, const mx::ar
   check(places.dtype() == mx::uint32, "places that are no uint32");
   check(weight.ndim() == 2 && (!bits || biases), "a matrix of another shape");
   const int64_t columns = bits ? weight.shape(-1) * int64_t(32) / bits : weight.shape(-1);
-  const Packing packing(bits, group_size, false, biases);
   Arrays inputs = {places};
-  add_matrix(inputs, weight, scales, biases, packing, columns);
+  const GivenPart part = {&weight, scales, biases, nullptr, bits, group_size};
+  const Packing packing = add_part(inputs, part, columns);
   auto shape = places.shape();
   shape.push_back(int(columns));
   return lazy("ToastRows", std::move(shape), mx::float32, std::move(inputs),
               [packing](const Arrays &arrays) {
-    const Matrix matrix(arrays, 1, packing);
+    size_t next = 1;
+    const Part part(arrays, next, packing);
+    const toast_matrix &matrix = part.matrix;
     Contiguous places(arrays[0]);
     auto rows = reinterpret_cast<const uint32_t *>(places.data());
     mx::array out = arrays.back();
     float *to = out.data<float>();
-    for (size_t i = 0; i < arrays[0].size(); i++, to += matrix->columns) {
-      if (rows[i] < matrix->rows) {
-        widen(*matrix.get(), rows[i], to);
+    for (size_t i = 0; i < arrays[0].size(); i++, to += matrix.columns) {
+      if (rows[i] < matrix.rows) {
+        widen(matrix, rows[i], to);
       } else {
-        std::fill_n(to, matrix->columns, std::numeric_limits<float>::quiet_NaN());
+        std::fill_n(to, matrix.columns, std::numeric_limits<float>::quiet_NaN());
       }
     }
   });
