@@ -45,7 +45,7 @@ BY_MACHINE: dict[str, dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 # Sources that old compilers (GCC 10) lack flags for; without the flags they contain no code.
 RECENT = ("amx_int8.cpp", "avxvnni.cpp")
-SOURCES = {**FOR_ALL, **BY_MACHINE.get(platform.machine(), {"portable.cpp": ()})}
+SOURCES = {**FOR_ALL, **BY_MACHINE.get(platform.machine(), {})}
 GLUE = FOLDER / "glue"  # the MLX primitives over them
 # GCC's own headers cause the warnings about uninitialized values. contract: a * b + c is one
 # instruction wherever there is one, so that all tiles of a product round alike.

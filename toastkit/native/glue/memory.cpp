@@ -5,11 +5,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
-
-#if defined(__linux__)
 #include <sys/mman.h>
-#endif
+#include <unistd.h>
 
 #include "arrays.h"
 
@@ -26,14 +23,10 @@ constexpr int COLLAPSE = 25;          // MADV_COLLAPSE, since Linux 6.1
 // same advice merge, and a huge page may then span the end of one array and the beginning of the
 // next. now: also moves memory that has been written to (MADV_COLLAPSE).
 void want_large_pages(const void *data, int64_t bytes, bool now) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
   const uintptr_t page = sysconf(_SC_PAGESIZE), start = reinterpret_cast<uintptr_t>(data);
   const uintptr_t first = start & ~(page - 1);
   madvise(reinterpret_cast<void *>(first), start + bytes - first, MADV_HUGEPAGE);
   if (now) madvise(reinterpret_cast<void *>(first), start + bytes - first, COLLAPSE);
-#else
-  (void)data, (void)bytes, (void)now;
-#endif
 }
 
 // A new buffer of MLX. MLX 0.32 counts a buffer that it could not get among its active memory, for

@@ -19,10 +19,8 @@ namespace {
 
 #if defined(__x86_64__)
 const Instructions *const ALL[] = {&amx_int8, &avx512vbmi, &avx512vnni, &avxvnni, &avx2, &portable};
-#elif defined(__aarch64__)
-const Instructions *const ALL[] = {&neon_i8mm, &neon_dotprod, &neon};
 #else
-const Instructions *const ALL[] = {&portable};
+const Instructions *const ALL[] = {&neon_i8mm, &neon_dotprod, &neon};
 #endif
 
 constexpr int64_t MAX_BYTES = 256 << 10;         // weights per chunk, for GEMV

@@ -8,9 +8,7 @@
 
 #include <stdint.h>
 
-#ifdef __cplusplus
 extern "C" {
-#endif
 
 #define TOAST_API __attribute__((visibility("default")))
 
@@ -121,6 +119,4 @@ TOAST_API int toast_choose_instructions(const char *name);
 TOAST_API void toast_set_threads(int32_t count);
 TOAST_API int32_t toast_threads(void);
 
-#ifdef __cplusplus
-}
-#endif
+}  // extern "C"

@@ -3,9 +3,11 @@
 // operation is usually near, then sleep on a futex; the caller never sleeps.
 #include "pool.h"
 
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -13,11 +15,6 @@
 #include <mutex>
 #include <new>
 #include <thread>
-
-#ifdef __linux__
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#endif
 
 namespace toast {
 namespace {
@@ -41,7 +38,6 @@ inline void cpu_pause() {
 }
 
 // Sleeps until number != seen or a wake-up; may wake spuriously.
-#ifdef __linux__
 void sleep_while(atomic<uint32_t> &number, uint32_t seen) {
   syscall(SYS_futex, reinterpret_cast<uint32_t *>(&number), FUTEX_WAIT_PRIVATE, seen, nullptr,
           nullptr, 0);
@@ -50,10 +46,6 @@ void wake_all(atomic<uint32_t> &number) {
   syscall(SYS_futex, reinterpret_cast<uint32_t *>(&number), FUTEX_WAKE_PRIVATE, MAX_THREADS,
           nullptr, nullptr, 0);
 }
-#else
-void sleep_while(atomic<uint32_t> &number, uint32_t seen) { number.wait(seen); }
-void wake_all(atomic<uint32_t> &number) { number.notify_all(); }
-#endif
 
 // The job at work. A ticket holds the job's number (upper half) and its next index (lower half) in
 // one word: who claims an index knows that it belongs to this job, and that the job cannot end

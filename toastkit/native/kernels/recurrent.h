@@ -15,9 +15,7 @@
 
 #include "kernels.h"
 
-#ifdef __cplusplus
 extern "C" {
-#endif
 
 // All contiguous, float32.
 typedef struct {
@@ -113,8 +111,7 @@ typedef struct {
 // h: shaped as x, after each step.
 TOAST_API void toast_linear_steps(const toast_linear *linear, float *h);
 
-#ifdef __cplusplus
-}
+}  // extern "C"
 
 namespace toast {
 
@@ -172,4 +169,3 @@ struct RecurrentCode {
 };
 
 }  // namespace toast
-#endif

@@ -5,9 +5,7 @@
 #include "kernels.h"
 #include "recurrent.h"
 
-#ifdef __cplusplus
 extern "C" {
-#endif
 
 // (batch, heads, length, size); strides of the first three axes, in elements.
 typedef struct {
@@ -142,8 +140,7 @@ typedef struct {
 
 TOAST_API int toast_convolve(const toast_convolution *convolution, void *out, int32_t out_type);
 
-#ifdef __cplusplus
-}
+}  // extern "C"
 
 namespace toast {
 
@@ -211,4 +208,3 @@ struct RowInstructions {
 };
 
 }  // namespace toast
-#endif
