@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from toastkit.native.interface import functions_in
 from toastkit.native.machine import processors
-from toastkit.native.operands import Choice, Operand, OperandPointers
+from toastkit.native.operands import Choice, Operand, OperandPointers, Rotation
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -127,27 +127,13 @@ class Library:
         without a bias. bias: (n,), of the dtype of the weight, None for zeros."""
         return _call(self.c.norm, x, _object(weight), _object(bias), True, 0.0, eps)
 
-    def rope(
-        self,
-        x: mx.array,
-        dims: int,
-        frequencies: mx.array,
-        offset: int | mx.array,
-        *,
-        inverse: bool = False,
-        scale: float = 1.0,
-        factor: float = 1.0,
-        traditional: bool = False,
-    ) -> mx.array:
-        """RoPE as mx.fast.rope, lazy. x: (batch, heads, length, n) or (batch, length, n).
-        frequencies: float32 (dims / 2,), in radians per position; inverse: their reciprocals.
-        offset: position of the first token, an int or int32 () or (batch,). factor: of the rotated
-        numbers."""
-        given = isinstance(offset, mx.array)
-        return _call(
-            self.c.rotate, x, frequencies, offset if given else NONE, 0 if given else offset, dims,
-            traditional, inverse, scale, factor,
-        )  # fmt: skip
+    def rope(self, x: mx.array, offset: int | mx.array, how: Rotation) -> mx.array:
+        """RoPE as mx.fast.rope, lazy. x: (batch, heads, length, n) or (batch, length, n). offset:
+        position of the first token, an int or int32 () or (batch,)."""
+        dims, frequencies, inverse, scale, factor, traditional = how
+        offsets = (offset, 0) if isinstance(offset, mx.array) else (NONE, offset)
+        some = dims, traditional, inverse, scale, factor
+        return _call(self.c.rotate, x, frequencies.astype(mx.float32), *offsets, *some)
 
     def gate(self, gate: mx.array, x: mx.array | None, activation: str) -> mx.array:
         """activation(gate) * x, lazy. Both (..., n) of one dtype; x: None for ones. activation: of

@@ -1,5 +1,5 @@
 """Matrices and other arrays of a layer's modules as the library takes them: collected once, and
-valid as long as the modules do not change; and the settings of a router."""
+valid as long as the modules do not change; and the settings of RoPE and of a router."""
 
 from __future__ import annotations
 
@@ -125,6 +125,19 @@ class Operands(OperandPointers):
 def usage_tracked(parts: Sequence[Any]) -> list[Any]:
     """The parts that want to know when they are used, each once."""
     return [*{id(part): part for part in parts if hasattr(type(part), "was_used")}.values()]
+
+
+class Rotation(NamedTuple):
+    """RoPE of heads (..., n). frequencies: (dims / 2,), in radians per position, of any floating
+    dtype; inverse: their reciprocals. scale: of positions. factor: of the `dims` rotated numbers.
+    traditional: pairs are neighbours."""
+
+    dims: int
+    frequencies: mx.array
+    inverse: bool = False
+    scale: float = 1.0
+    factor: float = 1.0
+    traditional: bool = False
 
 
 class Choice(ctypes.Structure):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from array import array
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,6 +14,7 @@ import mlx.nn as nn
 from toastkit.native.functions import replaces, stands_for
 from toastkit.native.kv_caches import kept_of
 from toastkit.native.library import FLOATS, in_use
+from toastkit.native.operands import Rotation
 from toastkit.sampling.draws import GUARD
 
 ROW = 256  # numbers that are added up first, see `total`
@@ -55,40 +56,13 @@ def rms_norm_plus_one(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 
 @lru_cache(64)
-def _frequencies(base: float, dims: int) -> mx.array:
-    """RoPE frequencies of `dims` numbers, as mx.fast.rope computes them, to the bit."""
+def frequencies(base: float, dims: int) -> mx.array:
+    """RoPE frequencies of `dims` numbers, float32 (pairs,), as mx.fast.rope computes them, to the
+    bit."""
     step = mx.array(math.log(base), mx.float32) / (dims // 2)
     made = mx.exp(mx.arange(0, -(dims // 2), -1, dtype=mx.float32) * step)
     mx.eval(made)
     return made
-
-
-class Rotation(NamedTuple):
-    """RoPE as Library.rope takes it. frequencies: float32 (pairs,)."""
-
-    dims: int
-    frequencies: mx.array
-    inverse: bool
-    scale: float
-    factor: float
-    traditional: bool
-
-
-def rotation(
-    dims: int,
-    *,
-    traditional: bool,
-    base: float | None,
-    scale: float,
-    freqs: mx.array | None = None,
-    factor: float = 1.0,
-) -> Rotation:
-    """Return what `rope` does with these arguments. freqs: (pairs,), of any floating dtype."""
-    pairs = _frequencies(base, dims) if base is not None else freqs
-    assert pairs is not None
-    if pairs.dtype != mx.float32:
-        pairs = pairs.astype(mx.float32)
-    return Rotation(dims, pairs, base is None, scale, factor, traditional)
 
 
 @stands_for("mlx.core", "fast.rope")
@@ -101,28 +75,32 @@ def rope(
     scale: float,
     offset: int | mx.array,
     freqs: mx.array | None = None,
-    factor: float = 1.0,
     **rest: Any,
 ) -> mx.array:
-    """As mx.fast.rope: x (batch, heads, length, n) of any floating dtype. factor: of the `dims`
-    rotated numbers."""
-    library = in_use()
-    heads = x.ndim in (3, 4) and fits(x) and 0 < dims <= x.shape[-1] and dims % 2 == 0
+    """As mx.fast.rope: x (batch, heads, length, n) of any floating dtype."""
+    made = None
     # Exactly one of base and freqs; else MLX reports the error.
-    if library is None or rest or not heads or (base is None) is (freqs is None):
-        return mx.fast.rope(
-            x if factor == 1 else x.at[..., :dims].multiply(factor), dims,
-            traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs, **rest,
-        )  # fmt: skip
+    if in_use() is not None and not rest and (base is None) is not (freqs is None):
+        pairs: Any = freqs if base is None else frequencies(base, dims)
+        how = Rotation(dims, pairs, base is None, scale, traditional=traditional)
+        made = rotated(x, offset, how)
+    if made is not None:
+        return made
+    return mx.fast.rope(
+        x, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs, **rest
+    )
+
+
+def rotated(x: mx.array, offset: int | mx.array, how: Rotation) -> mx.array | None:
+    """x (batch, heads, length, n) of any floating dtype with RoPE applied; None if MLX must do
+    it."""
+    library, dims = in_use(), how.dims
+    heads = x.ndim in (3, 4) and fits(x) and 0 < dims <= x.shape[-1] and dims % 2 == 0
+    if library is None or not heads:
+        return None
     if isinstance(offset, mx.array) and offset.dtype != mx.int32:
         offset = offset.astype(mx.int32)
-    how = rotation(
-        dims, traditional=traditional, base=base, scale=scale, freqs=freqs, factor=factor
-    )
-    return library.rope(
-        x, how.dims, how.frequencies, offset, inverse=how.inverse, scale=how.scale,
-        factor=how.factor, traditional=how.traditional,
-    )  # fmt: skip
+    return library.rope(x, offset, how)
 
 
 def gated(gate: mx.array, x: mx.array, activation: str) -> mx.array | None:

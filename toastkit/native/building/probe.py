@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from toastkit.native.library import BITS, PAIRS, Library
-from toastkit.native.operands import NORMED, Choice, Operand
+from toastkit.native.operands import NORMED, Choice, Operand, Rotation
 from toastkit.native.regions import Region
 
 
@@ -79,7 +79,7 @@ def _operations(library: Library) -> list[tuple[mx.array, mx.array]]:
             library.layer_norm(heads, row, row * 2, 1e-5),
             mx.fast.layer_norm(heads, row, row * 2, 1e-5),
         ),
-        (library.rope(heads, 32, speeds, offsets), turned),
+        (library.rope(heads, offsets, Rotation(32, speeds)), turned),
         (library.gate(y, heads, "silu"), y * sigmoid * heads),
         (library.gate(y, None, "sigmoid"), sigmoid),
         (library.softmax(heads), mx.softmax(heads, -1)),

@@ -321,7 +321,7 @@ def _set_rope(shape: LayerShape, rope: Any, size: int) -> mx.array | None:
         return None
     shape.dims, frequencies, shape.inverse, shape.rotation_scale, shape.factor, last = rotation
     shape.traditional = last
-    return frequencies
+    return frequencies.astype(mx.float32)
 
 
 def _operands_for(

@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from toastkit.native import operations
 from toastkit.native.functions import Native
+from toastkit.native.operands import Rotation
 
 ZERO_FREQUENCY = mx.array([0.0])
 
@@ -16,36 +17,28 @@ ZERO_FREQUENCY = mx.array([0.0])
 class Rotary(Native):
     """A module that rotates queries and keys."""
 
-    def rope_arguments(self, size: int) -> dict[str, Any]:
-        """The arguments of operations.rope for heads of `size` numbers."""
+    def rotation(self, size: int) -> Rotation:
+        """What it does with heads of `size` numbers."""
         raise NotImplementedError
 
-    def rotation(self, size: int) -> operations.Rotation:
-        """The same as the library takes it."""
-        return operations.rotation(**self.rope_arguments(size))
-
     def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        return operations.rope(x, offset=offset, **self.rope_arguments(x.shape[-1]))
+        y = operations.rotated(x, offset, self.rotation(x.shape[-1]))
+        return super().__call__(x, offset) if y is None else y  # type: ignore[misc]
 
 
 class Rope(Rotary):
     """MLX's."""
 
-    def rope_arguments(self: Any, size: int) -> dict[str, Any]:
-        return {
-            "dims": self.dims, "traditional": self.traditional, "base": self.base,
-            "scale": self.scale,
-        }  # fmt: skip
+    def rotation(self: Any, size: int) -> Rotation:
+        frequencies = operations.frequencies(self.base, self.dims)
+        return Rotation(self.dims, frequencies, False, self.scale, traditional=self.traditional)
 
 
 class FreqsRope(Rotary):
     """RoPE with given frequencies."""
 
-    def rope_arguments(self: Any, size: int) -> dict[str, Any]:
-        return {
-            "dims": self.dims, "traditional": self.traditional, "base": None, "scale": 1.0,
-            "freqs": self._freqs,
-        }  # fmt: skip
+    def rotation(self: Any, size: int) -> Rotation:
+        return Rotation(self.dims, self._freqs, True, traditional=self.traditional)
 
 
 class AlphaRope(FreqsRope):
@@ -57,18 +50,15 @@ class AlphaRope(FreqsRope):
 class LongRope(Rotary):
     """RoPE with given frequencies and a factor."""
 
-    def rope_arguments(self: Any, size: int) -> dict[str, Any]:
-        return {
-            "dims": self.dim, "traditional": False, "base": None, "scale": 1.0,
-            "freqs": self._freqs, "factor": self._scale,
-        }  # fmt: skip
+    def rotation(self: Any, size: int) -> Rotation:
+        return Rotation(self.dim, self._freqs, True, factor=self._scale)
 
 
 class YarnRope(FreqsRope):
     """RoPE with a factor, and its inverse."""
 
-    def rope_arguments(self: Any, size: int) -> dict[str, Any]:
-        return super().rope_arguments(size) | {"factor": self.mscale}
+    def rotation(self: Any, size: int) -> Rotation:
+        return super().rotation(size)._replace(factor=self.mscale)
 
     def __call__(
         self: Any,
@@ -77,27 +67,26 @@ class YarnRope(FreqsRope):
         scale: float = 1.0,
         inverse: bool = False,
     ) -> mx.array:
-        arguments = self.rope_arguments(x.shape[-1]) | {"scale": scale}
+        how = self.rotation(x.shape[-1])._replace(scale=scale)
         if inverse:
-            arguments |= {"factor": 1 / self.mscale, "freqs": -self._freqs}
-        return operations.rope(x, offset=offset, **arguments)
+            how = how._replace(factor=1 / self.mscale, frequencies=-self._freqs)
+        y = operations.rotated(x, offset, how)
+        upstream: Any = super(Rotary, self).__call__  # type: ignore[misc]
+        return upstream(x, offset, scale, inverse) if y is None else y
 
 
 class DeepseekRope(Rotary):
     """RoPE of whole heads."""
 
-    def rope_arguments(self: Any, size: int) -> dict[str, Any]:
-        return {
-            "dims": size, "traditional": True, "base": None, "scale": 1.0, "freqs": self._freqs,
-            "factor": self.mscale,
-        }  # fmt: skip
+    def rotation(self: Any, size: int) -> Rotation:
+        return Rotation(size, self._freqs, True, factor=self.mscale, traditional=True)
 
 
 class NoRope(Rotary):
     """Leaves heads as they are (SmolLM3): for the library, one pair rotated by zero."""
 
-    def rotation(self, size: int) -> operations.Rotation:
-        return operations.Rotation(2, ZERO_FREQUENCY, False, 1.0, 1.0, False)
+    def rotation(self, size: int) -> Rotation:
+        return Rotation(2, ZERO_FREQUENCY)
 
     def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         return x
