@@ -59,7 +59,7 @@ class _Matrix(ctypes.Structure):
     ]
 
 
-class _Vectors(ctypes.Structure):
+class Vectors(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p), ("count", ctypes.c_int64), ("stride", ctypes.c_int64),
         ("type", ctypes.c_int32),
@@ -68,7 +68,7 @@ class _Vectors(ctypes.Structure):
 
 class _Product(ctypes.Structure):
     _fields_ = [
-        ("matrix", ctypes.POINTER(_Matrix)), ("x", ctypes.POINTER(_Vectors)),
+        ("matrix", ctypes.POINTER(_Matrix)), ("x", ctypes.POINTER(Vectors)),
         ("count", ctypes.c_int64), ("vector", ctypes.c_void_p), ("expert", ctypes.c_void_p),
         ("activation_bits", ctypes.c_int32), ("out", ctypes.c_void_p), ("out_type", ctypes.c_int32),
     ]  # fmt: skip
@@ -211,8 +211,8 @@ def _described(matrix: Matrix) -> _Matrix:
     )  # fmt: skip
 
 
-def _vectors(x: np.ndarray, x_type: str) -> _Vectors:
-    return _Vectors(x.ctypes.data, len(x), x.strides[0] // x.itemsize, TYPES[x_type])
+def vectors(x: np.ndarray, x_type: str) -> Vectors:
+    return Vectors(x.ctypes.data, len(x), x.strides[0] // x.itemsize, TYPES[x_type])
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
@@ -280,7 +280,7 @@ class Kernels:
             None if some is None else ctypes.c_void_p(some.ctypes.data) for some in (vector, expert)
         ]
         code = self.library.toast_multiply(
-            ctypes.byref(_described(matrix)), ctypes.byref(_vectors(x, x_type)),
+            ctypes.byref(_described(matrix)), ctypes.byref(vectors(x, x_type)),
             ctypes.c_int64(count), *places, activation_bits, ctypes.c_void_p(out.ctypes.data),
             TYPES[out_type],
         )  # fmt: skip
@@ -293,7 +293,7 @@ class Kernels:
     ) -> list[np.ndarray]:
         """Products of float32 x (vectors, columns) with the first of each stack, float32 (vectors,
         rows) each. Raises ValueError where the kernels refuse."""
-        given, described = _vectors(x, "f32"), [_described(matrix) for matrix in matrices]
+        given, described = vectors(x, "f32"), [_described(matrix) for matrix in matrices]
         outs = [np.full((len(x), m.exact.shape[1]), 7.0, np.float32) for m in matrices]
         products = (_Product * len(matrices))(*(
             _Product(ctypes.pointer(one), ctypes.pointer(given), len(x), None, None,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.unit.native_kernels import TYPES, Kernels
-from tests.unit.native_rows import check, pointer, room
+from tests.unit.native_rows import call, room
 
 Fields = list[tuple[str, Any]]
 
@@ -95,7 +95,7 @@ def delta(
     of = _Delta(*sizes, *_of(*arrays), factor, arrays[3].ndim == 4, *_of(mask, state))
     y = room(arrays[2].shape, "f32")
     after = _after((batch, value_heads, value_size, key_size), state, in_place)
-    check(kernels.library.toast_gated_delta(ctypes.byref(of), pointer(y), pointer(after)))
+    call(kernels, "gated_delta", of, y, after)
     return y, after
 
 
@@ -116,7 +116,7 @@ def scanned(
         room(arrays[0].shape, "f32"),
         _after((batch, heads, size, state_size), state, in_place),
     )
-    check(kernels.library.toast_scan_steps(ctypes.byref(of), pointer(y), pointer(after)))
+    call(kernels, "scan_steps", of, y, after)
     return y, after
 
 
@@ -127,7 +127,7 @@ def wkv(
     batch, _, heads, size = shape = arrays[0].shape
     of = _Wkv(*shape, *_of(*arrays, state))
     y, after = room(shape, "f32"), _after((batch, heads, size, size), state, in_place)
-    check(kernels.library.toast_wkv_steps(ctypes.byref(of), pointer(y), pointer(after)))
+    call(kernels, "wkv_steps", of, y, after)
     return y, after
 
 
@@ -137,7 +137,7 @@ def linear(
     """The states after each step."""
     of = _Linear(*x.shape, *_of(decays, x, state))
     h = room(x.shape, "f32")
-    kernels.library.toast_linear_steps(ctypes.byref(of), pointer(h))
+    kernels.library.toast_linear_steps(ctypes.byref(of), ctypes.c_void_p(h.ctypes.data))
     return h
 
 
@@ -161,7 +161,7 @@ def convolved(
         *_of(weight, bias), TYPES[kinds[1]], silu, x.shape[2],
     )  # fmt: skip
     out = room(x.shape, kinds[2])
-    check(kernels.library.toast_convolve(ctypes.byref(of), pointer(out), TYPES[kinds[2]]))
+    call(kernels, "convolve", of, out, TYPES[kinds[2]])
     return out
 
 
@@ -194,9 +194,7 @@ def layer(
         room((batch, kernel - 1, channels), "f32"),
     )
     after = _after((batch, value_heads, value_size, key_size), state, in_place)
-    check(kernels.library.toast_delta_layer_steps(
-        ctypes.byref(of), pointer(y), pointer(last), pointer(after)
-    ))  # fmt: skip
+    call(kernels, "delta_layer_steps", of, y, last, after)
     return y, last, after
 
 

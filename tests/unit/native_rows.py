@@ -8,16 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.unit.native_kernels import KEPT_TYPES, TYPES, Kernels, stored
+from tests.unit.native_kernels import KEPT_TYPES, TYPES, Kernels, stored, vectors
 
 ACTIVATIONS = ("silu", "gelu", "sigmoid", "gelu_erf", "swiglu_oai", "finite", "relu2")
-
-
-class Vectors(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p), ("count", ctypes.c_int64), ("stride", ctypes.c_int64),
-        ("type", ctypes.c_int32),
-    ]  # fmt: skip
 
 
 class Heads(ctypes.Structure):
@@ -36,14 +29,6 @@ class Rotation(ctypes.Structure):
     ]  # fmt: skip
 
 
-def pointer(array: np.ndarray | None) -> ctypes.c_void_p | None:
-    return None if array is None else ctypes.c_void_p(array.ctypes.data)
-
-
-def vectors(x: np.ndarray, type_: str) -> Any:
-    return ctypes.byref(Vectors(x.ctypes.data, len(x), x.strides[0] // x.itemsize, TYPES[type_]))
-
-
 def room(shape: tuple[int, ...], type_: str) -> np.ndarray:
     return stored(np.full(shape, 7.0, np.float32), type_)
 
@@ -55,8 +40,19 @@ def numbers(seed: int, shape: tuple[int, ...], type_: str, gap: int = 0) -> np.n
     return stored(values, type_)[..., : shape[-1]]
 
 
-def check(code: int) -> None:
-    if code:
+def call(kernels: Kernels, name: str, *given: Any) -> None:
+    """Calls toast_NAME. Arrays and structures are given by their address, floats as float32, whole
+    numbers in 64 bits, of which a function may take half. Raises ValueError for its code."""
+    some = []
+    for one in given:
+        if isinstance(one, np.ndarray):
+            one = ctypes.c_void_p(one.ctypes.data)
+        elif isinstance(one, ctypes.Structure):
+            one = ctypes.byref(one)
+        elif isinstance(one, (int, float)):
+            one = ctypes.c_int64(one) if isinstance(one, int) else ctypes.c_float(one)
+        some.append(one)
+    if code := kernels.library[f"toast_{name}"](*some):
         raise ValueError(code)
 
 
@@ -69,10 +65,9 @@ def normed(
     eps: float = 1e-5,
 ) -> np.ndarray:
     out = room(x.shape, kinds[2])
-    check(kernels.library.toast_rms_norm(
-        vectors(x, kinds[0]), ctypes.c_int64(x.shape[-1]), pointer(weight), TYPES[kinds[1]],
-        ctypes.c_float(plus), ctypes.c_float(eps), pointer(out), TYPES[kinds[2]],
-    ))  # fmt: skip
+    types = [TYPES[kind] for kind in kinds]
+    rows, some = vectors(x, kinds[0]), (float(plus), eps)
+    call(kernels, "rms_norm", rows, x.shape[-1], weight, types[1], *some, out, types[2])
     return out
 
 
@@ -85,10 +80,8 @@ def centred(
     eps: float = 1e-5,
 ) -> np.ndarray:
     out = room(x.shape, kinds[2])
-    check(kernels.library.toast_layer_norm(
-        vectors(x, kinds[0]), ctypes.c_int64(x.shape[-1]), pointer(weight), pointer(bias),
-        TYPES[kinds[1]], ctypes.c_float(eps), pointer(out), TYPES[kinds[2]],
-    ))  # fmt: skip
+    types, rows = [TYPES[kind] for kind in kinds], vectors(x, kinds[0])
+    call(kernels, "layer_norm", rows, x.shape[-1], weight, bias, types[1], eps, out, types[2])
     return out
 
 
@@ -111,9 +104,7 @@ def rotated(
         2 * len(frequencies), frequencies.ctypes.data, inverse, offsets.ctypes.data, len(offsets),
         scale, factor, traditional,
     )  # fmt: skip
-    check(kernels.library.toast_rotate(
-        ctypes.byref(heads), ctypes.byref(rotation), pointer(out)
-    ))  # fmt: skip
+    call(kernels, "rotate", heads, rotation, out)
     return out
 
 
@@ -126,11 +117,9 @@ def appended(
     out = cache.copy(order="K")
     strides = [n // x.itemsize for n in x.strides[:3]]
     heads = Heads(x.ctypes.data, *x.shape, (ctypes.c_int64 * 3)(*strides), TYPES[type_])
-    check(kernels.library.toast_append(
-        ctypes.byref(heads), ctypes.c_int64(cache.shape[2]), ctypes.c_int64(first),
-        ctypes.c_void_p(out.ctypes.data),
-        (ctypes.c_int64 * 3)(*(n // out.itemsize for n in out.strides[:3])), KEPT_TYPES[out_type],
-    ))  # fmt: skip
+    to = (ctypes.c_int64 * 3)(*(n // out.itemsize for n in out.strides[:3]))
+    some = heads, cache.shape[2], first
+    call(kernels, "append", *some, out, to, KEPT_TYPES[out_type])
     return out
 
 
@@ -138,10 +127,7 @@ def gated(
     kernels: Kernels, gate: np.ndarray, x: np.ndarray | None, type_: str, kind: str
 ) -> np.ndarray:
     out = room(gate.shape, type_)
-    check(kernels.library.toast_gate(
-        pointer(gate), pointer(x), ctypes.c_int64(gate.size), TYPES[type_],
-        ACTIVATIONS.index(kind), pointer(out),
-    ))  # fmt: skip
+    call(kernels, "gate", gate, x, gate.size, TYPES[type_], ACTIVATIONS.index(kind), out)
     return out
 
 
@@ -150,50 +136,37 @@ def rows_added(
 ) -> np.ndarray:
     """x: float32 (count, n). rows: float32 (stack, n). which: uint32 (count,)."""
     out = x.copy()
-    check(kernels.library.toast_add_rows(
-        pointer(out), ctypes.c_int64(len(x)), ctypes.c_int64(x.shape[-1]), pointer(rows),
-        ctypes.c_int64(len(rows)), pointer(which),
-    ))  # fmt: skip
+    call(kernels, "add_rows", out, len(x), x.shape[-1], rows, len(rows), which)
     return out
 
 
 def softmax(kernels: Kernels, x: np.ndarray, kinds: tuple) -> np.ndarray:
     out = room(x.shape, kinds[1])
-    check(kernels.library.toast_softmax(
-        vectors(x, kinds[0]), ctypes.c_int64(x.shape[-1]), pointer(out), TYPES[kinds[1]]
-    ))  # fmt: skip
+    call(kernels, "softmax", vectors(x, kinds[0]), x.shape[-1], out, TYPES[kinds[1]])
     return out
 
 
 def log_sum_exp(kernels: Kernels, x: np.ndarray, type_: str) -> np.ndarray:
     out = room(x.shape[:1], "f32")
-    check(kernels.library.toast_log_sum_exp(
-        vectors(x, type_), ctypes.c_int64(x.shape[-1]), pointer(out)
-    ))  # fmt: skip
+    call(kernels, "log_sum_exp", vectors(x, type_), x.shape[-1], out)
     return out
 
 
 def distribution(kernels: Kernels, x: np.ndarray, type_: str) -> np.ndarray:
     out = room((len(x), 3), "f32")
-    check(kernels.library.toast_distribution(
-        vectors(x, type_), ctypes.c_int64(x.shape[-1]), pointer(out)
-    ))  # fmt: skip
+    call(kernels, "distribution", vectors(x, type_), x.shape[-1], out)
     return out
 
 
 def largest(kernels: Kernels, x: np.ndarray, type_: str) -> np.ndarray:
     out = np.full(len(x), 7, np.uint32)
-    size = ctypes.c_int64(x.shape[-1])
-    check(kernels.library.toast_largest(vectors(x, type_), size, pointer(out)))
+    call(kernels, "largest", vectors(x, type_), x.shape[-1], out)
     return out
 
 
 def partition(kernels: Kernels, x: np.ndarray, type_: str, kth: int) -> np.ndarray:
     out = np.full(x.shape, 7, np.uint32)
-    size = ctypes.c_int64(x.shape[-1])
-    check(kernels.library.toast_partition(
-        vectors(x, type_), size, ctypes.c_int64(kth), pointer(out)
-    ))  # fmt: skip
+    call(kernels, "partition", vectors(x, type_), x.shape[-1], kth, out)
     return out
 
 
@@ -212,10 +185,8 @@ def routed(
     """x: (count, n). bias: float32 (n,). Gives uint32 and float32 (count, chosen)."""
     shape = len(x), choice.chosen
     which, shares = np.full(shape, 7, np.uint32), room(shape, "f32")
-    check(kernels.library.toast_route(
-        vectors(x, type_), ctypes.c_int64(x.shape[-1]), ctypes.byref(choice),
-        None if bias is None else pointer(bias), pointer(which), pointer(shares),
-    ))  # fmt: skip
+    some = vectors(x, type_), x.shape[-1], choice
+    call(kernels, "route", *some, bias, which, shares)
     return which, shares
 
 
@@ -226,20 +197,17 @@ def blended(
     """x: (groups * group, n) of a type. float32: weights (groups * group,), more (groups, n), gates
     (groups,)."""
     out, group = room(more.shape, "f32"), len(x) // max(1, len(more))
-    check(kernels.library.toast_blend(
-        vectors(x, type_), ctypes.c_int64(x.shape[-1]), ctypes.c_int64(max(1, group)),
-        *map(pointer, (weights, more, gates, out)),
-    ))  # fmt: skip
+    arrays = weights, more, gates, out
+    call(kernels, "blend", vectors(x, type_), x.shape[-1], max(1, group), *arrays)
     return out
 
 
 def quantised_rows(kernels: Kernels, x: np.ndarray, type_: str) -> tuple[np.ndarray, np.ndarray]:
     """x: (count, n). Gives int8 (count, n + 4), and what that stands for, float32 (count, n)."""
     rows = np.full((len(x), x.shape[-1] + 4), 7, np.int8)
-    wide, size = room(x.shape, "f32"), ctypes.c_int64(x.shape[-1])
-    check(kernels.library.toast_quantise(vectors(x, type_), size, pointer(rows)))
-    count = ctypes.c_int64(len(x))
-    check(kernels.library.toast_dequantise(pointer(rows), count, size, pointer(wide)))
+    wide, size = room(x.shape, "f32"), x.shape[-1]
+    call(kernels, "quantise", vectors(x, type_), size, rows)
+    call(kernels, "dequantise", rows, len(x), size, wide)
     return rows, wide
 
 
@@ -248,10 +216,8 @@ def weighted_sums(
 ) -> np.ndarray:
     """x: (groups * group, n). weights: float32 (groups * group,)."""
     out = room((len(x) // group, x.shape[-1]), kinds[1])
-    check(kernels.library.toast_weighted_sums(
-        vectors(x, kinds[0]), ctypes.c_int64(x.shape[-1]), ctypes.c_int64(group),
-        pointer(weights), pointer(out), TYPES[kinds[1]],
-    ))  # fmt: skip
+    rows = vectors(x, kinds[0])
+    call(kernels, "weighted_sums", rows, x.shape[-1], group, weights, out, TYPES[kinds[1]])
     return out
 
 

@@ -3,8 +3,6 @@ processor."""
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,11 +10,21 @@ from hypothesis import strategies as st
 
 from tests.conftest import examples
 from tests.native_library import needed
-from tests.unit.native_kernels import ROUNDING, TYPES, Kernels, kernels, on_row_sets, read, stored
+from tests.unit.native_kernels import (
+    ROUNDING,
+    TYPES,
+    Kernels,
+    kernels,
+    on_row_sets,
+    read,
+    stored,
+    vectors,
+)
 from tests.unit.native_rows import (
     ACTIVATIONS,
     activated,
     blended,
+    call,
     centred,
     distribution,
     gated,
@@ -25,11 +33,9 @@ from tests.unit.native_rows import (
     normed,
     numbers,
     partition,
-    pointer,
     rotated,
     rows_added,
     softmax,
-    vectors,
     weighted_sums,
 )
 
@@ -370,22 +376,16 @@ def test_what_is_no_operation_is_refused(kernels: Kernels) -> None:
     x = np.zeros((2, 8), np.float32)
     one = np.zeros(1, np.int32)
     calls = [
-        lambda: kernels.library.toast_rms_norm(
-            vectors(x, "f32"), ctypes.c_int64(8), None, 3, ctypes.c_float(0), ctypes.c_float(0),
-            pointer(x), 0,
-        ),
-        lambda: kernels.library.toast_gate(pointer(x), None, ctypes.c_int64(8), 0, 7, pointer(x)),
-        lambda: kernels.library.toast_softmax(
-            vectors(x, "f32"), ctypes.c_int64(8), pointer(x), -1
-        ),
+        lambda: call(kernels, "rms_norm", vectors(x, "f32"), 8, None, 3, 0.0, 0.0, x, 0),
+        lambda: call(kernels, "gate", x, None, 8, 0, 7, x),
+        lambda: call(kernels, "softmax", vectors(x, "f32"), 8, x, -1),
         lambda: partition(kernels, x, "f32", 8),
         lambda: largest(kernels, x[:, :0], "f32"),
         lambda: weighted_sums(kernels, x, x[0], ("f32", "f32"), 3),
-    ]  # fmt: skip
-    assert [call() for call in calls[:3]] == [1, 1, 1]
-    for call in calls[3:]:
+    ]
+    for refused in calls:
         with pytest.raises(ValueError, match="1"):
-            call()
+            refused()
     for frequencies, offsets in ((np.zeros(5, np.float32), one), (x[0, :4], np.zeros(3, np.int32))):
         with pytest.raises(ValueError, match="1"):
             rotated(kernels, x[:, None, None], "f32", frequencies, offsets)
