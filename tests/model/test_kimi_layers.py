@@ -107,9 +107,9 @@ def test_what_does_not_fit_together(library: Any) -> None:
 
     def one(x: mx.array = x, kept: list[Any] = given, size: int = 32) -> Any:
         outs = (py_object * 5)(*(mx.array(0) for _ in range(5)))
-        before = (py_object * 4)(*(NONE if one is None else one for one in kept))
+        before = (NONE if one is None else one for one in kept)
         places = byref(plan.operands), byref(plan.shape)
-        return taken(library.c.kimi_layer, outs, x, before, *places, byref(c_int32(size)), None)
+        return taken(library.c.kimi_layer, outs, x, *before, *places, byref(c_int32(size)), None)
 
     assert one() and one(kept=[None] * 4)
     for wrong in (x[0], x[..., :32], x.astype(mx.float16)):

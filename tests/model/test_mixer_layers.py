@@ -211,8 +211,8 @@ def test_layers_that_do_not_fit_together(library: Any) -> None:
     def mixed(x: mx.array = x, before: Any = cache[0], state: Any = cache[1]) -> Any:
         objects = (py_object * 3)(*(mx.array(0) for _ in range(3)))
         places = byref(plan.operands), byref(plan.shape), byref(plan.recurrence), None
-        given = (py_object * 2)(*(NONE if one is None else one for one in (before, state)))
-        return taken(library.c.mixer_layer, objects, x, given, *places)
+        given = (NONE if one is None else one for one in (before, state))
+        return taken(library.c.mixer_layer, objects, x, *given, *places)
 
     def one_fed(x: mx.array = x) -> Any:
         places = byref(made_of.operands), byref(made_of.shape), None

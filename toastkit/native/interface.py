@@ -11,8 +11,6 @@ from typing import Any
 array, pointer, text = ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p
 integer, long, real = ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
-# Of a layer with a recurrence: outs, x, states, operands, toast_layer, constants, mixture.
-LAYER = (pointer, array, *[pointer] * 5)
 # toast_NAME_array: sets its first argument, arrays; ValueError with the library's message.
 ARRAYS: dict[str, tuple[Any, ...]] = {
     "append": (pointer, array * 4, integer),
@@ -21,7 +19,7 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
     "blend": (*[array] * 5,),
     "closed": (pointer, *[array] * 4, pointer, pointer),
     "convolve": (*[array] * 4, integer),
-    "decoder": LAYER,
+    "decoder": (pointer, *[array] * 3, *[pointer] * 4),
     "delta_layer": (pointer, array * 10, *[integer] * 4, real),
     "dequantise": (array, array),
     "distribution": (array, array),
@@ -29,14 +27,14 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
     "feed_forward": (array, array, pointer, integer, array, integer),
     "gate": (*[array] * 3, integer),
     "gated_delta": (pointer, array * 9, real),
-    "kimi_layer": LAYER,
+    "kimi_layer": (pointer, *[array] * 5, *[pointer] * 4),
     "largest": (array, array),
     "latent": (pointer, array, array, integer, pointer, pointer),
     "linear": (array, array * 3),
     "log_sum_exp": (array, array),
     "memory": (array, *[long] * 3, array),
     "mixer": (pointer, array * 8, pointer),
-    "mixer_layer": LAYER,
+    "mixer_layer": (pointer, *[array] * 3, *[pointer] * 4),
     "mixture": (array, array, pointer),
     "norm": (*[array] * 4, integer, real, real),
     "partition": (array, array, integer),
@@ -48,7 +46,7 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
     "route": (pointer, array, array, pointer),
     "rows": (*[array] * 5, integer, integer),
     "scan": (pointer, array * 9, real, real),
-    "short_conv": LAYER,
+    "short_conv": (pointer, *[array] * 2, *[pointer] * 4),
     "softmax": (array, array),
     "weighted_sum": (*[array] * 3,),
     "whole": (pointer, *[array] * 6, *[integer] * 4, *[pointer] * 3),

@@ -155,7 +155,9 @@ class Library:
         key size; or such decays in place of a, and None for a_log and bias. state: float32 (B,
         value heads, value size, key size), None for zeros. mask: bool (B, T). See
         kernels/recurrent.h."""
-        y, after = called(2, self.c.gated_delta, objects(*arrays, state, mask), rate_factor)
+        y, after = called(
+            2, self.c.gated_delta, objects(*map(_object, (*arrays, state, mask))), rate_factor
+        )
         return y, after
 
     def scan(
@@ -173,7 +175,7 @@ class Library:
 
         Or Mamba's selective scan: x and dt (B, T, channels), b and c (B, T, state size), a_log
         (channels, state size), d and bias (channels,) or None; a state of the shape of a_log."""
-        y, after = called(2, self.c.scan, objects(*arrays, state, mask), *limits)
+        y, after = called(2, self.c.scan, objects(*map(_object, (*arrays, state, mask))), *limits)
         return y, after
 
     def delta_layer(
@@ -195,7 +197,7 @@ class Library:
         convolution state, None for zeros. state: see `gated_delta`."""
         weight, *rest = parameters
         parts = [*projections, *[None] * (4 - len(projections))]
-        given = objects(*parts, weight, before, *rest, state)
+        given = objects(*map(_object, (*parts, weight, before, *rest, state)))
         y, last, after = called(3, self.c.delta_layer, given, *heads, eps)
         return y, last, after
 
@@ -299,10 +301,9 @@ def _object(array: mx.array | None) -> Any:
     return NONE if array is None else array
 
 
-def objects(*arrays: mx.array | None) -> ctypes.Array[ctypes.py_object]:
-    """Arrays, of which some may be absent, as functions of the library take several."""
-    some: list[Any] = [NONE if array is None else array for array in arrays]
-    return (ctypes.py_object * len(some))(*some)
+def objects(*arrays: Any) -> ctypes.Array[ctypes.py_object]:
+    """Arrays as functions of the library take several; NONE for those that are absent."""
+    return (ctypes.py_object * len(arrays))(*arrays)
 
 
 def called(count: int, function: Callable, *arguments: Any) -> list[mx.array]:

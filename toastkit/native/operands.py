@@ -91,13 +91,15 @@ class Operands(OperandPointers):
         )
         self._fixed = [array for module, _, array in others if module is None]
         self._tracked = usage_tracked(parts)
-        self._watch([*around, *parts], [*places, *others])
+        modules = {id(module): module for module in (*around, *parts)}
+        self._watch([*modules.values()], [*places, *others])
 
     def _watch(self, modules: list[Any], places: Sequence[Place]) -> None:
         """Record what must not change."""
         ids = {id(module) for module in modules}
         submodules = [(one, *item) for one in modules for item in one.items() if id(item[1]) in ids]
-        arrays = [one for one in places if one[0] is not None and one[2] is not None]
+        owned = (one for one in places if one[0] is not None and one[2] is not None)
+        arrays = {(id(one[0]), one[1]): one for one in owned}.values()  # parts may be repeated
         self._modules, self._types = modules, [*map(type, modules)]
         self._sizes = [*map(len, modules)]
         self._holders = [one[0] for one in (*submodules, *arrays)]

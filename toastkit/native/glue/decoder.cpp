@@ -198,13 +198,14 @@ TOAST_API const char *toast_delta_layer_array(void **outs, void **objects, int k
   });
 }
 
-// before: both states, NULL at the start of a sequence. mixture: the network, or NULL.
-TOAST_API const char *toast_decoder_array(void **outs, void *x, void **before,
+// before, state: NULL for both at the start of a sequence. mixture: the network, or NULL.
+TOAST_API const char *toast_decoder_array(void **outs, void *x, void *before, void *state,
                                           const toast_operands *given, const toast_layer *layer,
                                           const toast_delta_net *net,
                                           const toast_mixture *mixture) {
+  void *states[] = {before, state};
   return set_arrays(outs, [&] {
-    return toast::decoded(array_of(x), before, *layer, *net, *given, mixture);
+    return toast::decoded(array_of(x), states, *layer, *net, *given, mixture);
   });
 }
 

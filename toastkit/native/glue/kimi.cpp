@@ -171,12 +171,13 @@ extern "C" {
 
 // Sets `outs`, unshared arrays, to the output of a layer (one array; two, the sum and its norm, if
 // its network is computed elsewhere) and its new states: of the convolutions of queries, keys and
-// values, and of the rule. before: the four states, all NULL at the start of a sequence. size: of a
-// head. mixture: its network, or NULL. Lazy. Returns an error message or NULL.
-TOAST_API const char *toast_kimi_layer_array(void **outs, void *x, void **before,
-                                             const toast_operands *given,
+// values, and of the rule. q, k, v, state: those before, all NULL at the start of a sequence. size:
+// of a head. mixture: its network, or NULL. Lazy. Returns an error message or NULL.
+TOAST_API const char *toast_kimi_layer_array(void **outs, void *x, void *q, void *k, void *v,
+                                             void *state, const toast_operands *given,
                                              const toast_layer *layer, const int32_t *size,
                                              const toast_mixture *mixture) {
+  void *before[] = {q, k, v, state};
   return set_arrays(outs, [&] {
     return toast::kimi_layer(array_of(x), before, *layer, *size, *given, mixture);
   });

@@ -212,14 +212,15 @@ TOAST_API const char *toast_mixer_array(void **outs, void **objects, const toast
 }
 
 // Sets `outs`, unshared arrays, to the output of a layer (one array; two, the sum and its norm, if
-// its network is computed elsewhere) and its mixer's new states. before: both states, NULL at the
-// start of a sequence. mixture: its network, or NULL. Lazy. Returns as above.
-TOAST_API const char *toast_mixer_layer_array(void **outs, void *x, void **before,
+// its network is computed elsewhere) and its mixer's new states. before, state: NULL for both at
+// the start of a sequence. mixture: its network, or NULL. Lazy. Returns as above.
+TOAST_API const char *toast_mixer_layer_array(void **outs, void *x, void *before, void *state,
                                               const toast_operands *given,
                                               const toast_layer *layer, const toast_mixer *is,
                                               const toast_mixture *mixture) {
+  void *states[] = {before, state};
   return set_arrays(outs, [&] {
-    return toast::mixer_layer(array_of(x), before, *layer, *is, *given, mixture);
+    return toast::mixer_layer(array_of(x), states, *layer, *is, *given, mixture);
   });
 }
 

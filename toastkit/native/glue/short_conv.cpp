@@ -85,11 +85,11 @@ extern "C" {
 // Sets `outs`, unshared arrays, to the output of a layer (one array; two, the sum and its norm, if
 // its network is computed elsewhere) and its convolution's new state. before: the state; NULL for
 // zeros. mixture: its network, or NULL. Lazy. Returns an error message or NULL.
-TOAST_API const char *toast_short_conv_array(void **outs, void *x, void **before,
+TOAST_API const char *toast_short_conv_array(void **outs, void *x, void *before,
                                              const toast_operands *given, const toast_layer *layer,
                                              const void *, const toast_mixture *mixture) {
   return set_arrays(outs, [&] {
-    return toast::short_conv(array_of(x), before, *layer, *given, mixture);
+    return toast::short_conv(array_of(x), &before, *layer, *given, mixture);
   });
 }
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from toastkit.native.layers.blocks import Layer, unshared
 from toastkit.native.layers.plans import NO_EXTRAS, Extras, LayerShape, multiplier_of
-from toastkit.native.library import in_use, objects
+from toastkit.native.library import NONE, in_use, objects
 from toastkit.native.modules.mixtures import Mixture
 from toastkit.native.modules.norms import Norm
 from toastkit.native.modules.products import Linear, operands_of
@@ -24,13 +24,15 @@ VALUE_NORM = 4  # index of the norm of a recurrence's output
 class StepPlan(NamedTuple):
     """The plan of a layer with a recurrence, or with a network alone; valid as long as its operands
     are. network: the network if it is not part of the node, or a mixture, which may be. recurrence:
-    constants of the recurrence, of a type of ctypes, or None."""
+    constants of the recurrence, of a type of ctypes, or None. given: pointers to operands, shape
+    and recurrence, as the library takes them."""
 
     columns: int
     operands: Operands
     shape: LayerShape
     network: Any
-    recurrence: Any = None
+    recurrence: Any
+    given: tuple[Any, ...]
 
 
 class RecurrentLayer(Layer):
@@ -56,26 +58,24 @@ class RecurrentLayer(Layer):
         library = in_use()
         if library is None or mask is not None or cache is None or cache.lengths is not None:
             return None
-        states = list(cache.cache)
-        present = [one for one in states if one is not None]
-        if any(one.dtype != mx.float32 for one in (x, *present)) or x.ndim != 3:
+        states, begun = cache.cache, cache[0] is not None
+        if x.dtype != mx.float32 or x.ndim != 3:
             return None
-        if present and len(present) < len(states):
-            return None
-        if (plan := self.current_plan(x.shape[-1])) is None:
+        for one in states:
+            if (one is not None) is not begun or (begun and one.dtype != mx.float32):
+                return None
+        _, length, columns = x.shape
+        if (plan := self.current_plan(columns)) is None:
             return None
         plan.operands.mark_used()
         mixture = self._mixture_shape(plan.network) if is_mixture(plan.network) else None
-        outs = unshared(x, 1 if plan.network is None or mixture else 2)
-        last = unshared(x, len(states))
-        constants = (None if c is None else byref(c) for c in (plan.recurrence, mixture))
-        layer = byref(plan.operands), byref(plan.shape)
-        getattr(library.c, self._function)(
-            objects(*outs, *last), x, objects(*states), *layer, *constants
-        )
-        for i, one in enumerate(last):
-            cache[i] = one
-        cache.advance(x.shape[1])
+        count = 1 if plan.network is None or mixture is not None else 2
+        made = unshared(x, count + len(states))
+        before = states if begun else [NONE] * len(states)
+        pointer = None if mixture is None else byref(mixture)
+        getattr(library.c, self._function)(objects(*made), x, *before, *plan.given, pointer)
+        outs, states[:] = made[:count], made[count:]
+        cache.advance(length)
         y, *normed = [out[:, -1:] for out in outs] if self._last_only else outs
         return y + self._feed_forward(plan.network, *normed) if normed else y
 
@@ -115,7 +115,8 @@ def step_plan(
     shape.eps[:] = [0.0 if norm is None else norm.eps for norm in norms]
     owners = [one for one in (*modules, network, *norms) if one is not None]
     operands = Operands(parts, found, [*weights, *arrays], owners)
-    return StepPlan(columns, operands, shape, None if form else network, recurrence)
+    given = byref(operands), byref(shape), None if recurrence is None else byref(recurrence)
+    return StepPlan(columns, operands, shape, None if form else network, recurrence, given)
 
 
 def norms_of(layer: Any, value_norm: Any) -> list[Any] | None:

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from toastkit.native.functions import Native, replaces, stands_for
-from toastkit.native.library import called, in_use, objects
+from toastkit.native.library import NONE, called, in_use, objects
 from toastkit.native.operations import fits, rms_norm, silu, swiglu
 
 MAX_KERNEL = 16  # width of a convolution, as the kernels have it
@@ -160,7 +160,7 @@ def recurrent_gla(
 
 def _float32(*arrays: mx.array | None) -> ctypes.Array[ctypes.py_object]:
     """The arrays in float32, as the library takes them."""
-    return objects(*(None if one is None else one.astype(mx.float32) for one in arrays))
+    return objects(*(NONE if one is None else one.astype(mx.float32) for one in arrays))
 
 
 @stands_for("mlx_lm.models.recurrent_gemma", "rnn_scan")
