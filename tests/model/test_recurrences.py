@@ -3,7 +3,9 @@ Ling's linear attention; and of short convolutions, LFM 2's."""
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,9 +14,12 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map_with_path
 
+from tests.model.checkpoints import open_model, write_random
 from tests.model.reference import OLD_MLX_LM, held_by
 from tests.model.test_native_operations import alike, library
 from tests.native_library import built, cache, needed, operations_of, watched
+from toastkit.engine.state import ModelState
+from toastkit.holdings.streams import arrays_in
 from toastkit.native import replacing
 from toastkit.native.layers import decoder
 from toastkit.native.modules import recurrent
@@ -209,3 +214,19 @@ def test_other_decays_are_left_to_mlx_lm() -> None:
     for g in (-mx.ones((2,)), -mx.ones((1,))):
         for ours, wanted in zip(recurrent.recurrent_gla(q, q, q, g, 0.5), theirs(q, q, q, g, 0.5)):
             assert alike(ours, wanted)
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "falcon_mamba"])
+def test_states_hold_no_other_positions(name: str, native: str, tmp_path: Path) -> None:
+    """Of a pass, from which mlx_lm slices them: a view would keep it all in memory."""
+    config = {**SIZES, "model_type": name, **MODELS[name], "max_position_embeddings": 1000}
+    engine = open_model(write_random(tmp_path / name, config), native=native)
+    engine.load()
+    gc.collect()  # engines of other tests
+    before, state = mx.get_active_memory(), ModelState(engine.new_cache())
+    next(engine.reading(state, [7] * 900, lambda: 900))
+    state.logits = None
+    spared = 1 << 14  # bytes that mx.contiguous does not copy an array for
+    held, arrays = mx.get_active_memory() - before, arrays_in(state.cache)
+    assert 0 < held < sum(array.nbytes for array in arrays) + spared * len(arrays)

@@ -18,7 +18,12 @@ import mlx.core as mx
 
 from toastkit.engine.big_little import unsure_rows
 from toastkit.engine.engine import Engine
-from toastkit.engine.savepoints import copy_caches, redo_functions, restore_caches
+from toastkit.engine.savepoints import (
+    copy_caches,
+    hold_no_views,
+    redo_functions,
+    restore_caches,
+)
 from toastkit.engine.state import ModelState, Passed
 from toastkit.holdings.policy import NO_WISH
 from toastkit.holdings.streams import arrays_in
@@ -161,9 +166,7 @@ def _write_back(layer: Any, own: Any, rows: mx.array) -> None:
 def _extract_row(layer: Any, row: int) -> Any:
     """Extract one state's cache from a batch's, which it does not hold on to."""
     own = layer.extract(row)
-    for leaf in leaves([own]):
-        if hasattr(leaf, "cache"):  # mlx_lm slices recurrent states: a view of all rows
-            leaf.cache = [None if a is None else mx.contiguous(a) for a in leaf.cache]
+    hold_no_views([own])
     if getattr(own, "lengths", None) is not None or getattr(own, "left_padding", None) is not None:
         own.lengths = own.left_padding = None  # they describe the batch
     return own

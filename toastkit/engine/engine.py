@@ -22,7 +22,12 @@ from toastkit.engine import device
 from toastkit.engine.big_little import look_ahead, take_step, whole_step
 from toastkit.engine.last_token import LastToken
 from toastkit.engine.run_again import run_step
-from toastkit.engine.savepoints import longest, take_savepoint, undone_on_failure
+from toastkit.engine.savepoints import (
+    hold_no_views,
+    longest,
+    take_savepoint,
+    undone_on_failure,
+)
 from toastkit.engine.state import Caches, ModelState
 from toastkit.holdings.forms import ORIGINAL, Form
 from toastkit.holdings.holdings import Holdings
@@ -304,6 +309,7 @@ class Engine:
                         rows = self._run(part, cache)
                     logits = rows[0, -1].astype(mx.float32) if done == total else None
                     del rows  # they hold cache arrays, which MLX would otherwise copy
+                    hold_no_views(cache)
                 mx.eval(logits, arrays_in(cache))
             if count > 1 or done < total:
                 mx.clear_cache()

@@ -7,7 +7,7 @@ arrays are values, so a copy costs nothing until one of the two is written to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
@@ -40,6 +40,14 @@ def _copy_value(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_copy_value(item) for item in value)
     return _copy(value) if hasattr(value, "is_trimmable") else value
+
+
+def hold_no_views(caches: Iterable[Any]) -> None:
+    """Have recurrent states hold their own numbers alone; lazy. mlx_lm slices them from what a pass
+    computed for all positions, or for all rows of a batch, and MLX's slice is a view of that."""
+    for leaf in leaves(caches):
+        if hasattr(leaf, "cache"):
+            leaf.cache = [None if a is None else mx.contiguous(a) for a in leaf.cache]
 
 
 def restore_caches(caches: Sequence[Any], copies: Sequence[Any]) -> None:
