@@ -19,7 +19,9 @@ from tests.model.service_driver import (
     user,
     words,
 )
+from toastkit.daemon.memory import WORTH_A_WORD
 from toastkit.daemon.scheduled_runs import MAX_SAVEPOINTS, MIN_APART
+from toastkit.native.kv_caches import leaves
 from toastkit.store.ledger import SESSIONS
 
 pytestmark = pytest.mark.usefixtures("homes")
@@ -59,6 +61,21 @@ def ask(engines: Engines, driver: Driver, messages: list, name: str = "crumb", *
     assert asked.stats["prompt"] == len(asked.prompt)
     messages.append(assistant(asked.text))
     return asked
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_branch_holds_its_own_rows(engines: Engines, name: str) -> None:
+    """Not those of the long conversation that begins with the same system prompt."""
+    engine, plain = engines(name, max_position_embeddings=4096)
+    driver, short = Driver(engine), [SYSTEM, user("Why?")]
+    driver.ask([SYSTEM, user(LONG * 10)], max_tokens=2)
+    asked = driver.ask(short, max_tokens=2)
+    assert asked.cached > WORTH_A_WORD and asked.answer == plain.answer(short, max_tokens=2)
+    long, branch = driver.kept
+    rows = -(-len(branch.tokens) // 256) * 256
+    assert len(branch.tokens) < rows < len(long.tokens)
+    kept = [leaf.keys for leaf in leaves(branch.cache) if hasattr(leaf, "keys")]
+    assert kept and all(keys.shape[2] <= rows for keys in kept)
 
 
 # ---------------------------------------------------------------------------------------- one chat

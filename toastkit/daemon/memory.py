@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toastkit.daemon.spill import CachedState, Spill
-from toastkit.engine.savepoints import copy_caches, resumable, resume_at
+from toastkit.engine.savepoints import copy_caches, drop_room, resumable, resume_at
 from toastkit.errors import DataError, ToastError
 from toastkit.prefix import common_prefix
 from toastkit.session.directory import Session
@@ -113,6 +113,8 @@ class Memory:
         if kept.cache is not None:
             caches = resume_at(kept.cache, len(kept.tokens), count, kept.savepoints)
             assert caches is not None  # or find would not have returned it
+            if count < len(kept.tokens):
+                drop_room(caches)
             points = [
                 Savepoint(p.count, copy_caches(p.layers))
                 for p in kept.savepoints

@@ -221,6 +221,18 @@ def _trim(layer: Any, count: int) -> int:
     return done
 
 
+def drop_room(caches: Iterable[Any]) -> None:
+    """Have caches that were cut back hold the blocks of rows that they have read, and no others;
+    lazy. The rows are copied: an array that others hold would be, as a whole, at the first write.
+    """
+    for leaf in leaves(caches):
+        if type(leaf).__name__ == "KVCache" and leaf.keys is not None:
+            rows = -(-leaf.offset // leaf.step) * leaf.step
+            if rows < leaf.keys.shape[2]:
+                whole = leaf.keys, leaf.values
+                leaf.keys, leaf.values = (mx.contiguous(x[..., :rows, :]) for x in whole)
+
+
 def resumable(caches: Sequence[Any], held: int, most: int, savepoints: Sequence[Savepoint]) -> int:
     """Return the largest n <= `most` for which `resume_at` gives caches, or 0."""
     if most >= held:
