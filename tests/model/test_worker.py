@@ -12,6 +12,7 @@ import pytest
 from tests.model.service_driver import Plain, user
 from tests.model.worker_driver import PROMPT, Running, answer_of, done
 from tests.unit.daemon_front import PATIENCE, eventually
+from toastkit.daemon import worker
 from toastkit.daemon.prepare import Prepared, Preparer
 from toastkit.daemon.requests import Request
 from toastkit.daemon.service import Service
@@ -269,6 +270,22 @@ def test_an_idle_model_leaves_the_memory(start, plain: Plain) -> None:
     stats = channel.one("stats")
     assert stats["cached"] == stats["prompt"] - 1
     assert running.worker.failure is None
+
+
+def test_memory_goes_back_once_nobody_asks(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once after the last request, and when the model has left."""
+    running = start()
+    loaded: list[bool] = []
+    monkeypatch.setattr(worker, "SLACK_SECONDS", 0.1)
+
+    def note() -> None:
+        loaded.append(running.worker.status()["loaded"])
+
+    monkeypatch.setattr(worker, "give_memory_back", note)
+    done(running.ask(max_tokens=60, ignore_eos=True))
+    eventually(lambda: loaded == [True])
+    running.worker.close()
+    assert loaded == [True, False]
 
 
 def test_a_model_in_use_does_not_leave(start) -> None:

@@ -34,7 +34,7 @@ LEVELS = (
     {"store", "model", "session", "native"},
     {
         "frames", "arrays", "outline", "errors", "base_directories", "private_files", "interrupts",
-        "descriptors", "threads", "prefix", "wire", "text", "sampling", "__init__",
+        "descriptors", "heap", "threads", "prefix", "wire", "text", "sampling", "__init__",
     },
 )  # fmt: skip
 LEVEL = {folder: n for n, level in enumerate(LEVELS) for folder in level}

@@ -5,6 +5,7 @@ The only way into `mlx.core` for code that may be the first to import it.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 from toastkit.base_directories import own_directory
 from toastkit.errors import UsageError
+from toastkit.heap import trim_heap
 from toastkit.native import starting
 from toastkit.native.starting import NativeOptions, Status
 from toastkit.private_files import make_private_directories, not_private
@@ -57,6 +59,15 @@ def native_products(
     if options.native == "require":
         raise UsageError("--native require: products are native on the CPU only")
     return Status(False, "on the GPU MLX's own are used")
+
+
+def give_memory_back() -> None:
+    """Return memory that nothing uses to the system: what Python, MLX and the C library keep."""
+    import mlx.core as mx
+
+    gc.collect()
+    mx.clear_cache()
+    trim_heap()
 
 
 def wait_for_end(thread: threading.Thread) -> None:

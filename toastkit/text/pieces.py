@@ -9,7 +9,6 @@ further away than that.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator
 
 from toastkit.errors import DataError
@@ -79,13 +78,3 @@ def _skipped(encode: Encode, right: str, wanted: list[int]) -> int | None:
     if encode(right) == wanted:
         return 0
     return 1 if right[0] == " " and encode(right[1:]) == wanted else None
-
-
-def give_back() -> None:
-    """Return the memory of tokenising a long text to the system; glibc keeps it otherwise."""
-    if sys.platform == "linux":
-        import ctypes
-
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)

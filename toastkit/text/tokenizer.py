@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from toastkit.errors import DataError, NoInputError
+from toastkit.heap import trim_heap
 from toastkit.text import library, pieces
 from toastkit.text.bounded_json import parse
 from toastkit.text.chat_template import SmallFiles, read_templates
@@ -116,7 +117,7 @@ class Tokenizer:
         try:
             ids = library.call(f"cannot tokenize the prompt for {self.name}", encode, seconds)
             if sum(map(len, texts)) > pieces.MAX_PIECE // 16:
-                pieces.give_back()
+                trim_heap()
             return ids
         except DataError as error:
             if any(0xD800 <= ord(character) < 0xE000 for text in texts for character in text):
