@@ -125,6 +125,12 @@ def as_toast_error(error: BaseException) -> ToastError:
     return ToastError(f"bug: {type(error).__name__}: {error}".replace("\n", " "))
 
 
+def drop_frames(error: BaseException) -> None:
+    """Drop a handled error's traceback and what it came from, to keep it: their frames hold what
+    was worked on, in a circle that only Python's collector ends."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+
+
 def as_data_error(error: Exception, failed: str) -> ToastError:
     """Return the error to report if MLX or mlx_lm cannot do something with files: that of
     as_toast_error if the system has no more of something, else a DataError, `failed` and why."""

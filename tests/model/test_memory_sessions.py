@@ -17,6 +17,7 @@ from toastkit.stages.answer import AnswerOptions, answer
 from toastkit.stages.run.one_process import LocalRuns
 from toastkit.stages.run.settings import Outcome
 from toastkit.stages.sample import DrawOptions
+from toastkit.store.ledger import CACHE
 
 pytestmark = pytest.mark.usefixtures("homes")
 PROMPT = [1, 316, 201, *(300 + 7 * n % 900 for n in range(50)), 2, 201, 1, 317, 201]
@@ -180,6 +181,7 @@ def test_a_session_that_cannot_be_written(engines: Engines, path: Path, monkeypa
         patch.setattr(Session, "commit", fails)
         asked = driver.ask([*before, *MORE], session=path)
     assert asked.error["code"] == 74 and asked.end is None and not driver.service.active
+    assert driver.engine.ledger.of(CACHE) == 0  # nor do the frames that the error came through hold
     assert stored(driver.engine, path) == before
     again = driver.ask([*before, *MORE], session=path)
     assert again.error is None and again.cached == len(before) == len(PROMPT) + len(first.ids)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from tests.model.service_driver import Plain, user
+from tests.model.service_driver import FakeChannel, Plain, user
 from tests.model.worker_driver import PROMPT, Running, answer_of, done
 from tests.unit.daemon_front import PATIENCE, eventually
 from toastkit.daemon import worker
 from toastkit.daemon.prepare import Prepared, Preparer
-from toastkit.daemon.requests import Request
+from toastkit.daemon.requests import Request, make_request
 from toastkit.daemon.service import Service
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.daemon.spill import FINGERPRINT_DIGITS, conversations_root
@@ -121,6 +122,22 @@ def test_health_runs_the_model(start, monkeypatch) -> None:
     done(running.submit(op="health"))  # also while others are answered
     assert not busy.is_done
     busy.gone = True
+
+
+def test_who_is_refused_leaves_nothing(start) -> None:
+    """Not even until Python's collector comes: a prompt may be long."""
+    running, channel = start(), FakeChannel()
+    request = make_request({"prompt": "bear " * 700})
+    there = weakref.ref(request)
+    gc.disable()
+    try:
+        running.worker.submit(request, channel)
+        del request
+        done(channel)
+        assert channel.one("error")["code"] == 65
+        eventually(lambda: there() is None)
+    finally:
+        gc.enable()
 
 
 # ------------------------------------------------------------------------------------ what is told

@@ -15,7 +15,7 @@ from toastkit.daemon.prepare import Prepared, messages_of
 from toastkit.daemon.scheduled_runs import ScheduledRuns
 from toastkit.daemon.spill import CachedState
 from toastkit.engine.savepoints import copy_caches
-from toastkit.errors import ToastError
+from toastkit.errors import ToastError, drop_frames
 from toastkit.frames import End, Frame, Prefilled, Text, Token, Tokens, pack_ids
 from toastkit.interrupts import Interrupt
 from toastkit.stages.answer import AnswerOptions, answer, draws_on_device
@@ -106,6 +106,7 @@ class Conversation:
             self._keep()
         except ToastError as error:
             self.error = error
+            drop_frames(error)
         self._close()
         self.want = None
         return None
@@ -118,6 +119,7 @@ class Conversation:
             self._keep()
         except ToastError as error:
             self.error = error
+            drop_frames(error)
         self._close()
 
     def abort(self) -> None:

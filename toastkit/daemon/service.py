@@ -24,7 +24,7 @@ from toastkit.daemon.stepper import Stepper
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.savepoints import always_trimmable
-from toastkit.errors import ToastError, as_toast_error
+from toastkit.errors import ToastError, as_toast_error, drop_frames
 from toastkit.holdings.policy import NO_WISH, warn_of_memory
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ class Service:
         with suppress(Exception):  # report the first failure
             conversation.abort()
         self._tell(error)
+        drop_frames(error)
 
     def _tell(self, error: Exception) -> None:
         if self.settings.debug:

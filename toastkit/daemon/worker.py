@@ -128,6 +128,7 @@ class Worker:
             self._condition.notify()
         if prepared is None:
             self._refuse(request, channel, error)
+            error = None  # its traceback holds this frame, and the prompt
 
     def _refuse(self, request: Request, channel: Channel, error: ToastError | None) -> None:
         """End a request that has not begun; without an error if its client has gone."""
