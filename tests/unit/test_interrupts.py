@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -12,6 +14,20 @@ import pytest
 from tests.unit.fake_daemon import signals_put_back
 from toastkit.commands.pipes import WatchedInput
 from toastkit.interrupts import Signals
+
+# An executable that gets Ctrl-C as soon as it imports a module that takes time.
+INTERRUPTED = """
+import _signal, os, sys
+class Finder:
+    def find_spec(name, path, target=None):
+        if name in ("signal", "typing"):
+            os.kill(os.getpid(), _signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+sys.argv[0] = "toast-sample"
+for name in ("signal", "typing"):
+    sys.modules.pop(name, None)
+from toastkit.commands.sample import main
+"""
 
 
 def test_a_signal_on_another_thread_ends_a_wait(signals: Signals) -> None:
@@ -91,3 +107,8 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
         Signals()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     signal.signal(signal.SIGHUP, before)
+
+
+def test_an_interrupt_during_the_first_imports_leaves_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import _signal  # `signal` takes as long to import as all else here
 import os
-import signal
 import sys
-from typing import NamedTuple
 
 if (
     os.path.basename("".join(sys.argv[:1])).startswith("toast")
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
 ):  # for an executable: Ctrl-C during its imports ends it without a traceback; see cli.run
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
+from typing import NamedTuple  # after that: it imports much
 
 
 class Command(NamedTuple):
