@@ -4,11 +4,34 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Hold signals that ask to stop until the end of the block, for the import of MLX: where a
+    handler raises while its library is initialised, that aborts the process or fails."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers run on the main thread
+        return
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in STOPS}
+    for number, handler in handlers.items():
+        if callable(handler):
+            signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if callable(handler):
+                signal.signal(number, handler)
+        for again in came:
+            signal.raise_signal(again)
 
 
 class Interrupt:

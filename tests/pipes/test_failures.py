@@ -326,3 +326,40 @@ def test_a_forgotten_sampler(last: str, tmp_path: Path):
         f"toast-{last}: logits come, but no tokens", "  hint: is toast-sample missing?"
     ]  # fmt: skip
     assert len(stored(path)[0]) > 0
+
+
+# A command that gets a signal while MLX's library is being initialised: it makes enumerations.
+AT_A_BAD_MOMENT = """
+import enum, importlib, os, sys
+from toastkit.commands import cli
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == "mlx.core":
+            usual = enum.EnumMeta.__call__
+            def call(*arguments, **named):
+                enum.EnumMeta.__call__ = usual
+                os.kill(os.getpid(), number)
+                return usual(*arguments, **named)
+            enum.EnumMeta.__call__ = call
+number, name = int(sys.argv[1]), sys.argv[2]
+sys.argv = sys.argv[2:]
+sys.meta_path.insert(0, Finder)
+importlib.import_module("toastkit.commands." + name).main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "command",
+    [["decode", "Hi"], ["prefill"], ["toast", "--no-daemon", "Hi"], ["model", "info", "--device"]],
+)
+def test_a_signal_while_the_library_is_loaded(
+    pipeline, state_home: Path, command: list[str], number: int
+):
+    stream = pipeline(["tokenize", "Hi"]).out if command == ["prefill"] else b""
+    done = subprocess.run(
+        [sys.executable, "-c", AT_A_BAD_MOMENT, str(number), *command], input=stream,
+        capture_output=True, timeout=TIMEOUT,
+    )  # fmt: skip
+    by_system = "info" in command and number == signal.SIGTERM  # it has nothing to tidy up
+    assert (done.returncode, done.stderr) == (-number if by_system else 128 + number, b"")

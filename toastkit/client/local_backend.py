@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from toastkit.interrupts import Signals
+from toastkit.interrupts import Signals, held
 
 if TYPE_CHECKING:
     from toastkit.client.backend import Wanted
@@ -54,7 +54,8 @@ class LocalBackend:
 
     def _loaded(self) -> Any:
         if self._service is None:
-            from toastkit.daemon.local_service import LocalService
+            with held():
+                from toastkit.daemon.local_service import LocalService
             from toastkit.daemon.service_settings import ServiceSettings
 
             wanted = self._wanted

@@ -120,7 +120,10 @@ def open_unloaded(
 ) -> Engine:
     """An Engine for a checkpoint, on the device and in the dtypes of the flags. If it is mapped,
     its pages are being prefaulted on return. signals: route memory warnings to it."""
-    from toastkit.engine.opening import open_engine
+    from toastkit.interrupts import held
+
+    with held():
+        from toastkit.engine.opening import open_engine
 
     engine = open_engine(
         files,

@@ -16,6 +16,7 @@ from typing import Any
 from toastkit.base_directories import own_directory
 from toastkit.errors import UsageError
 from toastkit.heap import trim_heap
+from toastkit.interrupts import held
 from toastkit.native import starting
 from toastkit.native.starting import NativeOptions, Status
 from toastkit.private_files import make_private_directories, not_private
@@ -32,7 +33,8 @@ def start(device: str = "auto") -> str:
     global _started
     if _started is not None:
         return _started
-    import mlx.core as mx
+    with held():
+        import mlx.core as mx
 
     if device == "gpu" and not mx.is_available(mx.gpu):
         raise UsageError("--device gpu: this MLX has no GPU to run on")
