@@ -203,6 +203,23 @@ def test_space_that_is_held_is_left_alone():
     assert [place // ALIGNMENT for place in places] == [1, 3, 6, 8]
 
 
+def test_a_session_that_another_process_takes_away_unborn_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    left, acquire = [1, 2], WriterLock.acquire
+
+    def late(path: Path) -> WriterLock:
+        if left:
+            left.pop()
+            path.rmdir()
+        return acquire(path)
+
+    monkeypatch.setattr(WriterLock, "acquire", late)
+    with Session.open(tmp_path / "new", MODEL) as session:
+        commit(session, [1, 2, 3])
+    assert not left
+
+
 def test_a_lock_file_that_was_removed_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Between open and flock the holder may remove the session: nobody else locks that file."""
     real = fcntl.flock

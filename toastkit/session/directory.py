@@ -33,8 +33,8 @@ from toastkit.session.reading import LastCommit, Result
 from toastkit.session.savepoints import Savepoint, can_trim, layers_at, stored_layers
 from toastkit.session.upkeep import (
     CACHE_FILE,
+    lock_prepared,
     make_ephemeral,
-    prepare,
     remove_tree,
     remove_unborn,
 )
@@ -92,8 +92,8 @@ class Session(LastCommit):
         path = Path(path)
         if not write:
             return cls(path, fingerprint, None)._opened()
-        made = prepare(path, create)
-        return cls(path, fingerprint, WriterLock.acquire(path), durable, made)._opened()
+        lock, made = lock_prepared(path, create)
+        return cls(path, fingerprint, lock, durable, made)._opened()
 
     @classmethod
     def adopt(

@@ -62,6 +62,19 @@ def prepare(path: Path, create: bool) -> bool:
     return missing
 
 
+def lock_prepared(path: Path, create: bool) -> tuple[WriterLock, bool]:
+    """Prepare a directory and take its lock. Return with it whether there was no directory. Raises
+    as prepare and WriterLock.acquire do."""
+    while True:
+        made = prepare(path, create)
+        try:
+            return WriterLock.acquire(path), made
+        except CannotCreateError:
+            if os.path.lexists(path):
+                raise
+            # Another process made it, committed nothing, and has just removed it.
+
+
 def make_ephemeral() -> Path:
     """Create an empty directory under the sessions' root with a name that users cannot choose.
     Sweeps away what is left of earlier ones. Raises CannotCreateError, IOFailure."""
