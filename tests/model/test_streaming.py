@@ -14,7 +14,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.model.checkpoints import baked, logits_after, open_model, open_store, read, tied_llama
+from tests.model.checkpoints import (
+    SIZES,
+    baked,
+    logits_after,
+    open_model,
+    open_store,
+    read,
+    tied_llama,
+    write_random,
+)
 from tests.model.published import write_published
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
@@ -181,6 +190,15 @@ def test_gears_have_all_bits_of_the_file(tmp_path: Path) -> None:
         found.append(np.array(state.logits))
         engine.close()
     assert np.array_equal(*found)
+
+
+def test_layers_that_run_in_parts_stay(tmp_path: Path) -> None:
+    """IQuestLoopCoder runs the attention and the network of its layers, in two rounds."""
+    config = {"model_type": "iquestloopcoder", **SIZES}
+    path = write_random(tmp_path / "loop", config)
+    engine = streaming(path=path)
+    assert alike(answer(engine), answer(open_model(path, native="auto")))
+    assert engine.residency.sizes.layers == (0, 0)
 
 
 # ------------------------------------------------------------------------------------ how many stay

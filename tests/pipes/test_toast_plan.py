@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Toast
+from tests.model.checkpoints import SIZES, write_random
 from tests.model.published import write_published
 from tests.pipes.conftest import MEASURED
 from tests.unit.test_cli import lines_of
@@ -127,6 +128,13 @@ def test_a_model_that_cannot_run_has_no_plan(toast: Toast, tmp_path: Path) -> No
     config.write_text(config.read_text().replace('_per_tok": 2', '_per_tok": null'))
     done = toast("model", "plan", config.parent)
     assert done.returncode == 65 and b"mlx_lm cannot run a model with this config" in done.stderr
+
+
+def test_layers_that_cannot_be_streamed_have_no_times(toast: Toast, tmp_path: Path) -> None:
+    config = {"model_type": "iquestloopcoder", **SIZES}
+    done = toast("model", "plan", write_random(tmp_path / "loop", config))
+    warned = b"toast-model: warning: no times are told: no layer can be streamed\n"
+    assert (done.returncode, done.stderr) == (0, warned)
 
 
 def test_times_are_measured_once(toast: Toast, tmp_path: Path) -> None:

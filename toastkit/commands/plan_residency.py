@@ -202,9 +202,13 @@ def _measured(model: _Model, available: int, flags: dict[str, Any]) -> Calibrati
     measured = None if flags["calibrate"] else load(of)
     if measured is not None or flags["no_calibration"]:
         return measured
-    if available < minimum(model.sizes) + RUNTIME:
+    short = available < minimum(model.sizes) + RUNTIME
+    if short or not any(model.sizes.layers):
+        reason = "too little memory is available to measure it"
+        if not short:
+            reason = "no layer can be streamed"
         if not flags["quiet"]:
-            cli.say("warning: no times are told: too little memory is available to measure it")
+            cli.say(f"warning: no times are told: {reason}")
         return None
     measured = _measure(model, flags)
     try:

@@ -16,10 +16,12 @@ from toastkit.store.skeleton import MISFITS, cannot_run
 
 def streamable(holdings: Holdings) -> dict[str, int]:
     """The modules that can be streamed with their layer: its index, by path. Modules shared by
-    several layers stay resident, and so do expert slots."""
+    several layers stay resident, and so do expert slots, and layers of which an architecture runs
+    the parts, not the whole."""
     seen: dict[int, int] = {}
     shared: set[int] = set()
-    for index, layer in enumerate(holdings.store.model.layers):
+    layers = holdings.store.model.layers
+    for index, layer in enumerate(layers):
         for _, module in layer.named_modules():
             if seen.setdefault(id(module), index) != index:
                 shared.add(id(module))
@@ -27,6 +29,7 @@ def streamable(holdings: Holdings) -> dict[str, int]:
         path: holding.layer
         for path, holding in holdings.modules.items()
         if holding.layer is not None and id(holding.module) not in shared and not holding.slots
+        if callable(layers[holding.layer])
     }
 
 
