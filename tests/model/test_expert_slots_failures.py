@@ -170,3 +170,11 @@ def test_a_closed_engine_says_so(olmoe: Path) -> None:
     with pytest.raises(BaseException, match="closed"):
         for token in range(40, 60):
             engine.consume(state, token)
+
+
+def test_a_config_that_cannot_run(tmp_path: Path) -> None:
+    """Which shows as the experts that a token chooses are counted."""
+    config = write_published(tmp_path / "olmoe", "olmoe") / "config.json"
+    config.write_text(config.read_text().replace('_per_tok": 2', '_per_tok": null'))
+    with pytest.raises(DataError, match="cannot run a model with this config.json"):
+        opened(config.parent, 2)

@@ -11,6 +11,7 @@ import mlx.core as mx
 from toastkit.errors import UsageError
 from toastkit.holdings.derived import extend, restore
 from toastkit.holdings.holdings import Holdings
+from toastkit.store.skeleton import MISFITS, cannot_run
 
 
 class Room(NamedTuple):
@@ -28,7 +29,7 @@ class Room(NamedTuple):
 class SlotSizes:
     """Slot sizes of a model of which nothing is loaded. least: the fewest slots per layer, as many
     as a token chooses experts. experts: per layer; if layers differ, of the one with the most.
-    Raises UsageError for a model without experts."""
+    Raises UsageError for a model without experts, DataError if mlx_lm cannot run it."""
 
     def __init__(self, holdings: Holdings):
         self._holdings = holdings
@@ -101,7 +102,8 @@ class SlotPlan:
 
 def _chosen_experts(holdings: Holdings) -> int:
     """How many experts a token chooses, in the layer where it chooses most. Builds a pass over a
-    token without computing it; nothing of the model needs to be loaded."""
+    token without computing it; nothing of the model needs to be loaded. Raises DataError if mlx_lm
+    cannot run it."""
     found: list[int] = []
     model: Any = holdings.store.model
     with holdings.shapes_only():
@@ -109,6 +111,8 @@ def _chosen_experts(holdings: Holdings) -> int:
             extend(switch.module, _Counting, _found=found)
         try:
             model(mx.zeros((1, 1), mx.uint32), cache=holdings.new_caches())
+        except MISFITS as error:
+            raise cannot_run(holdings.store.files.name, error) from error
         finally:
             for switch in holdings.slots.switches:
                 restore(switch.module)
