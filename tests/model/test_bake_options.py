@@ -312,3 +312,18 @@ def test_four_bit_floats_are_those_of_mlx(mode: str, group: int, dtype: mx.Dtype
         expected = mx.quantize(weight.astype(dtype), mode=mode)
         assert mx.array_equal(found["weight"], expected[0]), mode
         assert mx.array_equal(found["scales"], expected[1])
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_too_small_for_a_scale_stay_small(mode: str, dtype: mx.Dtype) -> None:
+    """As those of tokens that were never trained may be: from subnormal ones to 2^-100."""
+    mx.random.seed(7)
+    (group, *_), (bits, *_) = MODES[mode]
+    weight = mx.array(2.0) ** mx.arange(-140, -100)[:, None] * mx.random.uniform(-1, 1, (40, 128))
+    found = packing(group, bits, mode)(weight.astype(dtype))
+    values = mx.dequantize(
+        found["weight"], found["scales"], found.get("biases"), group, bits, mode=mode
+    )
+    assert mx.abs(values).max() < 2.0**-99
+    assert mode not in ("mxfp4", "mxfp8") or found["scales"].max() <= 127  # that of zeros

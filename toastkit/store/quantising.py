@@ -17,6 +17,9 @@ from toastkit.store.store import Store
 
 # Half-way between the values of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 E2M1_LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+# By mode, a power of two of which a group's scale is still one of its bytes. That of smaller
+# weights alone wraps around in MLX, to 2^126.
+LEAST = {"mxfp4": 2.0**-124, "mxfp8": 2.0**-117}
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,13 @@ def packing(group_size: int, bits: int, mode: str) -> Quantise:
     """Return the function that quantises one module: (..., columns) in any floating dtype -> weight
     (..., columns * bits / 32) uint32, scales and, in affine mode, biases
     (..., columns / group_size). It is lazy once the weights have been looked at, and raises
-    DataError for NaN and infinite ones."""
+    DataError for NaN and infinite ones. Weights for which the mode has no scale become 0."""
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
 
     def quantise(weight: mx.array) -> dict[str, mx.array]:
         check_finite(weight)
+        if mode in LEAST:
+            weight = mx.where(mx.abs(weight) < LEAST[mode], 0, weight)
         packed, *parameters = mx.quantize(weight, group_size, bits, mode=mode)
         if on_cpu and mode.endswith("fp4"):
             packed = _packed_e2m1(weight, parameters[0], mode)
