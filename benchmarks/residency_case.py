@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,8 @@ class Model:
         if spec.limit is not None:
             limit = spec.limit
             injected = lambda: max(0, limit - resident_bytes())  # noqa: E731
-            residency_policy.ResidencyPolicy.__init__.__defaults__ = (injected,)
+            told = partial(residency_policy.ResidencyPolicy, available=injected)
+            residency_policy.ResidencyPolicy = told  # type: ignore[misc,assignment]
         kind, amount = RESIDENT.convert(spec.resident, None, None)
         gears = GearOptions(spec.gear, "all", cache_bytes=0) if spec.gear else None
         residency = ResidencyOptions(kind, amount, spec.placement, spec.priority, spec.context)

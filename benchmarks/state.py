@@ -38,6 +38,7 @@ from native_models import checkpoint
 from toastkit.engine.opening import open_engine
 from toastkit.frames import FrameReader, Head, Logits, Tokens, dumps, pack_ids
 from toastkit.model.locate import locate
+from toastkit.native.kv_caches import as_kept
 from toastkit.session.directory import Session
 
 MODEL = "ab" * 32
@@ -117,9 +118,11 @@ def filled(engine: Any, positions: int) -> list:
     engine.prefill([5, 6], caches)
     for layer in caches:
         room = -(-positions // BLOCK) * BLOCK
-        batch, heads, _, size = layer.keys.shape
+        batch, heads, _, size = layer.keys_and_values()[0].shape  # as they are used
         for name in ("keys", "values"):
-            array = mx.random.normal((batch, heads, room, size)).astype(layer.keys.dtype)
+            array = as_kept(
+                mx.random.normal((batch, heads, room, size)), getattr(layer, name).dtype
+            )
             mx.eval(array)
             setattr(layer, name, array)
         layer.offset = positions
