@@ -314,7 +314,8 @@ def table(case: dict[str, list[dict[str, Any]]], base: str) -> Iterator[str]:
         cells = [
             name, f"{1 / statistics.mean(times):.2f}",
             f"{speedup:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            *estimate(name, case, base), *counted(rounds), f"{rounds[-1]['device'] / 1e6:.0f}",
+            *estimate(name, case, base), *counted(rounds),
+            f"{rounds[-1]['device'] / 1e6:.0f}" if rounds[-1]["device"] else "all",
         ]  # fmt: skip
         yield "| " + " | ".join(cells) + " |"
 

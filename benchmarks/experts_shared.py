@@ -84,7 +84,8 @@ def times(engine: Engine, rounds: int) -> dict[tuple[bool, bool], list[float]]:
 
 def middle(values: list[float], unit: float, digits: int) -> str:
     """The median (of the lower half .. of the upper half) of values / unit."""
-    low, median, high = (q / unit for q in statistics.quantiles(values, n=4))
+    cuts = statistics.quantiles(values * 2, n=4, method="inclusive")  # one value has none
+    low, median, high = (q / unit for q in cuts)
     return f"{median:.{digits}f} ({low:.{digits}f} .. {high:.{digits}f})"
 
 

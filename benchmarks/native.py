@@ -192,12 +192,17 @@ def main() -> None:
     parser.add_argument("--llama", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--keep", type=Path, help="make the models here, use them again")
     options = parser.parse_args()
+    names, models = options.engines.split("|"), options.models.split(",")
+    if OURS not in names or not {*names} <= {MLX, LLAMA, ACTIVE, OURS}:
+        parser.error(f"--engines: {OURS}, and any of {MLX}, {LLAMA} and {ACTIVE!r}")
+    if unknown := {*models} - {*DECODED}:
+        parser.error(f"--models: no {', '.join(unknown)} (but {', '.join(DECODED)})")
     memory = Memory()
     print(f"{machine()}; {THREADS} threads; {instructions()}; {options.rounds} rounds")
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
-        for model in options.models.split(","):
-            engines = workers(folder, model, options.llama, options.engines.split("|"))
+        for model in models:
+            engines = workers(folder, model, options.llama, names)
             found = measured(engines, model, options.what.split(","), options.rounds, memory)
             on_disk = bytes_read(weights(folder / model), MODELS[model])
             report(model, found, (on_disk, engines[OURS].ask("size")))

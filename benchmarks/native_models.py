@@ -178,12 +178,15 @@ def checkpoint(folder: Path, name: str) -> Path:
 
 def gguf(folder: Path, name: str, python: str) -> Path | None:
     """The same shape for llama.cpp in Q4_0, which has a scale for 32 numbers, made if it is not
-    there by an interpreter that has `gguf`; None where it has not."""
-    path = folder / f"{name}.gguf"
+    there; None where the interpreter has no `gguf` and `llama_cpp`."""
+    path, part = folder / f"{name}.gguf", folder / f"{name}.gguf.part"
+    has = [python, "-c", "import gguf, llama_cpp"]
+    if subprocess.run(has, stderr=subprocess.DEVNULL).returncode:
+        return None
     if not path.exists():
-        command = [python, str(HERE / "native_llama.py"), "make", str(path)]
-        if subprocess.run(command, input=json.dumps(MODELS[name]).encode()).returncode:
-            return None
+        command = [python, str(HERE / "native_llama.py"), "make", str(part)]
+        subprocess.run(command, input=json.dumps(MODELS[name]).encode(), check=True)
+        part.rename(path)
     return path
 
 
