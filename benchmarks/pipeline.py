@@ -1,10 +1,11 @@
 """Tokens a second: one process, six processes, and mlx_lm, on the same weights and device.
 
-    python benchmarks/pipeline.py [--tokens 200] [--rounds 5] [--wide]
+    python benchmarks/pipeline.py [--tokens 300] [--rounds 5] [--wide]
 
-Every case is a whole command whose output is timed from outside, from its first piece to its last,
-so loading and prefill do not count. All are greedy and in float32. --wide adds a model with random
-weights, two small layers and a vocabulary of 151,936, where the cost of moving logits shows.
+Every case is a whole command whose output is timed from outside, the second half of it: loading and
+prefill do not count, nor do tokens that waited in a pipe for the last stage to load. All compute in
+float32 and draw alike, greedily or with top-p. --wide adds a model with random weights, two small
+layers and a vocabulary of 151,936, where the cost of moving logits shows.
 """
 
 from __future__ import annotations
@@ -30,19 +31,22 @@ MLX_LM = """
 import sys
 import mlx.core as mx
 from mlx_lm import load, stream_generate
+from mlx_lm.sample_utils import make_sampler
 model, tokenizer = load(sys.argv[1])
 model.set_dtype(mx.float32)
 tokenizer._eos_token_ids = set()
 ids = [int(i) for i in sys.argv[3].split()]
-for response in stream_generate(model, tokenizer, ids, max_tokens=int(sys.argv[2])):
+temp, top_p = (float(n) for n in sys.argv[4:])
+sampler = make_sampler(temp, top_p)
+for _ in stream_generate(model, tokenizer, ids, max_tokens=int(sys.argv[2]), sampler=sampler):
     sys.stdout.write(".")
     sys.stdout.flush()
 """
 
 
-def seconds_per_token(commands: list[list[str]], tokens: int, count: str) -> float:
-    """Runs commands joined by pipes; the time from the first piece of output to the last, per
-    token. count: "frames" counts token frames, "pieces" takes the pieces to be the tokens."""
+def seconds_per_token(commands: list[list[str]], tokens: int) -> float:
+    """Runs commands joined by pipes; the time that the second half of the output takes, per token.
+    tokens: of all the output, and as many of them in half of its bytes."""
     processes: list[subprocess.Popen] = []
     source = subprocess.DEVNULL
     for command in commands:
@@ -50,14 +54,17 @@ def seconds_per_token(commands: list[list[str]], tokens: int, count: str) -> flo
         source = process.stdout
         processes.append(process)
     out = processes[-1].stdout
-    first = last = 0.0
-    while out.read1(1 << 16):
-        last = time.perf_counter()
-        first = first or last
+    size, marks = 0, []  # (bytes so far, when)
+    while piece := out.read1(1 << 16):
+        size += len(piece)
+        marks.append((size, time.perf_counter()))
     for process in processes:
         if process.wait() != 0:
             raise SystemExit(f"{process.args} failed")
-    return (last - first) / (tokens - 1)
+    read, begun = next((mark for mark in marks if 2 * mark[0] >= size), (size, 0.0))
+    if read == size:
+        raise SystemExit("too few tokens: the output came all at once")
+    return (marks[-1][1] - begun) / (tokens * (size - read) / size)
 
 
 def cases(model: Path, tokens: int, prompt: list[str], ids: list[int], sampling: list[str]):
@@ -76,14 +83,16 @@ def cases(model: Path, tokens: int, prompt: list[str], ids: list[int], sampling:
         [tool("detokenize")],
     ]
     one = [[tool("decode"), "-m", str(model), *limit, *sampling, *prompt]]
-    peer = [[sys.executable, "-c", MLX_LM, str(model), str(tokens), " ".join(map(str, ids))]]
+    drawn = dict(zip(sampling[::2], sampling[1::2]))
+    same = [drawn.get("--temp", "0"), drawn.get("--top-p", "0")]
+    given = [str(model), str(tokens), " ".join(map(str, ids)), *same]
     return {
-        "mlx_lm.stream_generate": partial(seconds_per_token, peer, tokens, "pieces"),
-        "toast-decode": partial(seconds_per_token, one, tokens, "pieces"),
-        "six processes": partial(seconds_per_token, pipeline, tokens, "pieces"),
-        "six, without gear": partial(
-            seconds_per_token, pipeline[:3] + pipeline[4:], tokens, "pieces"
+        "mlx_lm.stream_generate": partial(
+            seconds_per_token, [[sys.executable, "-c", MLX_LM, *given]], tokens
         ),
+        "toast-decode": partial(seconds_per_token, one, tokens),
+        "six processes": partial(seconds_per_token, pipeline, tokens),
+        "six, without gear": partial(seconds_per_token, pipeline[:3] + pipeline[4:], tokens),
     }
 
 
@@ -128,7 +137,7 @@ def report(title: str, results: dict[str, list[float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--wide", action="store_true")
     options = parser.parse_args()
