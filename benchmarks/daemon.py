@@ -251,7 +251,10 @@ def main() -> None:
             "history": lambda: history(model, given.history, given.rounds),
             "contexts": lambda: contexts(model, lengths, given.rounds),
         }
-        for name in given.only.split(","):
+        wanted = given.only.split(",")
+        if unknown := {*wanted} - {*parts}:
+            parser.error(f"--only: no {', '.join(unknown)} (but {', '.join(parts)})")
+        for name in wanted:
             parts[name]()
             print(flush=True)
 

@@ -36,7 +36,7 @@ from toastkit.store.precision import Rows
 from toastkit.store.store import Store
 
 SCOPES, PATHS = ("attention", "all"), ("fused", "dequant")
-ORDER = ("high", "mid", "low")
+ORDER, DENSE = ("high", "mid", "low"), "dense"
 LOT = ("low", "high", "mid")  # in which a model runs whose entropies mean nothing
 KEEP_ALL, KEEP_NOTHING = 1 << 40, 0  # of the gear cache
 WARM = 2  # tokens that are not timed at least: the first dequantises, where that is the way
@@ -95,17 +95,25 @@ def cost(subjects: Sequence[Subject]) -> None:
 
 
 def _plan(subject: Subject, scope: str) -> dict[str, GearPlan]:
-    """The prediction, by gear, for the type that this machine computes in."""
+    """The prediction, by gear, for the type that this machine computes in; as DENSE, that of high
+    gear whose matrices are in the type of the activations, as dequantised copies are."""
     from toastkit.engine import device
     from toastkit.store.dtypes import loading
 
     on = device.start()
     native = device.native_products(NativeOptions(subject.native), on)
     types = loading(None, on == "cpu", native)
-    store = Store(subject.files)
-    found = plan(store, scope, types=types)
-    store.close()
-    return {row.gear: row for row in found.gears}
+    with Store(subject.files) as store:
+        found = {row.gear: row for row in plan(store, scope, types=types).gears}
+    with Store(subject.files) as store:
+        return found | {DENSE: plan(store, scope, types=types._replace(narrow=False)).gears[0]}
+
+
+def _read(plans: dict[str, GearPlan], path: str, gear: str) -> float:
+    """Predicted bytes that a token reads."""
+    if path == "fused" or gear == "high":
+        return plans[gear].token
+    return plans["high"].token - plans["high"].managed_token + plans[DENSE].managed_token
 
 
 @contextmanager
@@ -138,8 +146,10 @@ def _bytes(subject: Subject, plans: dict[str, dict[str, GearPlan]]) -> None:
     print(f"### {subject.name}: bytes, in MiB, nothing kept in the gear cache\n")
     print("token: read by one token; counted: of what its step touches in the module tree, experts")
     print("by their share. device: all weights; counted by the Ledger, and by MLX (active memory")
-    print("since before the model was loaded). On the path dequant the copy in full is what is")
-    print("read, and it comes on top of the packed numbers.\n")
+    print(
+        "since before the model was loaded; what is mapped from its file is not MLX's). On the path"
+    )
+    print("dequant the copy in full is what is read, and it comes on top of the packed numbers.\n")
     head = ("scope", "path", "gear", "token predicted", "counted", "difference",
             "device predicted", "Ledger", "MLX")  # fmt: skip
     table(head, rows, left=3)
@@ -149,9 +159,11 @@ def _bytes_in(engine: Engine, gear: str, before: int, plans: dict[str, GearPlan]
     _steps(engine, gear, 1)
     _collect()
     active, counted = mx.get_active_memory() - before, touched(engine)
-    token, device = plans[gear].token, plans[gear].device
-    if engine.gears is not None and engine.gears.options.path == "dequant" and gear != "high":
-        token, device = plans["high"].token, device + plans["high"].managed
+    assert engine.gears is not None
+    path, device = engine.gears.options.path, plans[gear].device
+    if path == "dequant" and gear != "high":
+        device += plans[DENSE].managed
+    token = _read(plans, path, gear)
     off = counted / token - 1
     sizes = map(mib, (token, counted)), map(mib, (device, engine.ledger.total(), active))
     first, second = map(list, sizes)
@@ -217,8 +229,8 @@ def _speed(subject: Subject, plans: dict[str, dict[str, GearPlan]]) -> dict[str,
                 del engine, cases
             for name, values in results.items():
                 gear = name.split()[0]
-                predicted = plans[scope]["high" if path == "dequant" else gear].speedup
-                token = plans[scope]["high" if path == "dequant" else gear].token
+                token = _read(plans[scope], path, gear)
+                predicted = plans[scope]["high"].token / token
                 rows.append([
                     scope, path, name, spread(values, 1e-3), f"{token / median(values) / 1e9:.2f}",
                     f"{predicted:.2f}", ratio(results["high"], values),

@@ -145,7 +145,7 @@ told = [[time.perf_counter() - start, (resident() - before) / 2**20]]
 for layer, form in ((0, ORIGINAL), (1, packed(4)), (0, ABSENT), (1, ABSENT)):
     packs = form.kind == "packed"
     wanted = {h.path: ORIGINAL if packs and h.weight is None else form
-              for h in engine.holdings.of_layer(layer)}
+              for h in engine.holdings.modules.values() if h.layer == layer}
     engine.holdings.change(wanted)
     told.append([engine.ledger.total() / 2**20, mx.get_active_memory() / 2**20])
 print(json.dumps(told))
@@ -258,9 +258,8 @@ def show(results: dict[str, list[float]], records: dict[str, list[dict]], weight
 
 def again(folder: Path) -> str:
     """Milliseconds to read a layer again, in words: the first, which finds out how, is not one."""
-    done = subprocess.run(
-        [sys.executable, "-c", AGAIN, str(folder)], capture_output=True, check=True
-    )
+    command = [sys.executable, "-c", AGAIN, str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     times = json.loads(done.stdout)
     alone, whole = (spread(times[name][1:], 1e-3, 1) for name in ("alone", "whole"))
     first = times["alone"][0] * 1e3
@@ -270,9 +269,8 @@ def again(folder: Path) -> str:
 def opened(folder: Path) -> str:
     """What it takes to open a model without loading it, and what a layer takes that comes and goes,
     in words. Linux."""
-    done = subprocess.run(
-        [sys.executable, "-c", OPEN, str(folder)], capture_output=True, check=True
-    )
+    command = [sys.executable, "-c", OPEN, str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     (seconds, mebibytes), *forms = json.loads(done.stdout)
     names = ("a layer", "and one in low gear", "without the first", "without both")
     told = ", ".join(f"{n} {a:.1f} / {b:.1f}" for n, (a, b) in zip(names, forms))

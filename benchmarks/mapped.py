@@ -91,7 +91,6 @@ def steps(model: Path, rounds: int) -> None:
         engines[way] = engine, state
     text = Path("/proc/self/smaps").read_text()
     large = sum(int(line.split()[1]) for line in text.splitlines() if line[:8] == "FilePmdM")
-    print(f"of the file on large pages: {large >> 10} MB", flush=True)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for n in range(rounds * TOKENS):
         for way in WAYS if n % 2 else WAYS[::-1]:
@@ -103,7 +102,8 @@ def steps(model: Path, rounds: int) -> None:
     for way, found in seconds.items():
         said(f"{way}: a step", found)
     pairs = [mapped / read for read, mapped in zip(*seconds.values())]
-    print(f"mapped takes {statistics.median(pairs):.2f} times as long, by pairs", flush=True)
+    print(f"mapped takes {statistics.median(pairs):.2f} times as long, by pairs")
+    print(f"of the file on large pages: {(large << 10) / 1e6:.0f} MB", flush=True)
 
 
 def memory(model: Path, rounds: int) -> None:
@@ -136,8 +136,12 @@ def main() -> None:
         "steps": lambda: steps(given.model, given.rounds),
         "memory": lambda: memory(given.model, given.rounds),
     }
-    for what in given.what.split(","):
-        print(f"| {what} | median, ms | least to most |\n|---|---|---|", flush=True)
+    wanted = given.what.split(",")
+    if unknown := {*wanted} - {*kinds}:
+        parser.error(f"--what: no {', '.join(unknown)} (but {', '.join(kinds)})")
+    for what in wanted:
+        if what != "memory":
+            print(f"| {what} | median, ms | least to most |\n|---|---|---|", flush=True)
         kinds[what]()
 
 

@@ -60,7 +60,8 @@ def memory(settings: Settings) -> None:
     section(
         "Memory at 0% resident",
         "At most, from opening to the last token, GB. Each in a process of its own; the files are "
-        "read from the disk. The target is the paper's reduction of 60 to 88%.",
+        "read from the disk. The target is the paper's reduction of 60 to 88%. Weights that are "
+        "mapped from their files are the process's and the ledger's, and not MLX's.",
     )
     rows, rest = [], []
     for name in settings.names:
