@@ -44,7 +44,8 @@ def residency(settings: Settings) -> None:
         section(
             f"Share of layers that stay: {name}",
             f"Medians of {settings.rounds} rounds of {settings.tokens} tokens, each residency in a "
-            "process of its own. disk: the files are not in the system's cache; cache: they are. "
+            "process of its own; the first layers stay, as in the paper, and not every other one, "
+            "as by default. disk: the files are not in the system's cache; cache: they are. "
             "ahead: with reading ahead; at once: each layer is read when it is its turn, as in the "
             "paper. waiting: share of the time, from the disk. MLX: GB at most. "
             "Paper: share of its baseline and of I/O on a Mac Studio (9B), and on an iPad (4B).",

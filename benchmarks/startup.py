@@ -75,8 +75,8 @@ def first_bytes(models: Sequence[str], beside: str | None, rounds: int) -> None:
                     if n:  # the first round fills caches
                         found[name].append(seconds)
             here = [first for first, _ in found["here"]]
-            for name, seconds in found.items():
-                first, end = ([pair[i] for pair in seconds] for i in (0, 1))
+            for name, pairs in found.items():
+                first, end = ([pair[i] for pair in pairs] for i in (0, 1))
                 print(f"| {Path(model).name}, {way}, {name} | {spread(first, 1e-3, 0)} | "
                       f"{spread(end, 1e-3, 0)} | {ratio(first, here)} |", flush=True)  # fmt: skip
 

@@ -21,6 +21,9 @@ def test_it_is_a_front_page_and_names_what_there_is() -> None:
         scripts = re.findall(r"python (benchmarks/\S+\.py)", text)
         missing = [x for x in links if not (page.parent / x).exists()]
         assert not missing + [x for x in scripts if not (ROOT / x).exists()]
+        for script, rest in re.findall(r"`python (benchmarks/\S+\.py)([^`]*)`", text):
+            source = (ROOT / script).read_text()
+            assert all(f'"{flag}"' in source for flag in re.findall(r"--[a-z-]+", rest)), script
 
 
 def test_commands_work_as_pasted(tmp_path: Path, private_home: Path, measured: None):

@@ -168,7 +168,7 @@ def test_what_benchmarks_import_is_there() -> None:
     """And what they take of a module: they are run by hand, some of them seldom."""
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         modules: dict[str, Path] = {}
-        for node in nodes_of(path):
+        for node in [*nodes_of(path), *in_programs(path)]:
             if not isinstance(node, ast.ImportFrom) or not node.module:
                 continue
             place = ROOT / node.module.replace(".", "/")
@@ -185,6 +185,13 @@ def test_what_benchmarks_import_is_there() -> None:
                 assert module.is_file() or alias.name in names_in(files[0]), where
         for name, taken in taken_of_modules(path):
             assert name not in modules or taken in names_in(modules[name]), f"{path.name}: {taken}"
+
+
+def in_programs(path: Path) -> Iterator[ast.stmt]:
+    """The statements of programs that a file has as texts, for processes of their own."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Constant) and "\nfrom toastkit." in str(node.value):
+            yield from ast.parse(str(node.value)).body
 
 
 def taken_of_modules(path: Path) -> Iterator[tuple[str, str]]:
