@@ -14,12 +14,11 @@ from toastkit.native.layers.recurrent import (
     NORM_COUNT,
     RecurrentLayer,
     StepPlan,
-    is_mixture,
     norms_of,
     step_plan,
 )
 from toastkit.native.library import in_use
-from toastkit.native.modules.mixtures import Mixture, MixtureShape
+from toastkit.native.modules.mixtures import Mixture, MixtureShape, is_mixture
 from toastkit.native.modules.norms import Norm
 from toastkit.native.modules.recurrent import Convolution, Mixer
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 from toastkit.native.forms.common import Heads, adds_one
 from toastkit.native.kv_caches import LayerKV
 from toastkit.native.library import FLOATS
-from toastkit.native.modules.mixtures import Mixture
+from toastkit.native.modules.mixtures import is_mixture
 from toastkit.native.modules.norms import LayerNorm, Norm
 from toastkit.native.modules.products import Linear, PerHead, operands_of
 from toastkit.native.modules.rotary import NO_ROPE, is_rotary
@@ -139,7 +139,7 @@ def plan_of(layer: Any, columns: int) -> Plan | None:
     )  # fmt: skip
     return Plan(
         columns, operands, attention, rope, None if matrices else network,
-        type(network).__call__ is Mixture.__call__, frequencies is not None, shape, names,
+        is_mixture(network), frequencies is not None, shape, names,
         _norms_after_rope(norms, names),
         not (names.shares_cache or names.scaled or inputs),
     )  # fmt: skip

@@ -12,7 +12,7 @@ import mlx.core as mx
 from toastkit.native.layers.blocks import Layer, unshared
 from toastkit.native.layers.plans import NO_EXTRAS, Extras, LayerShape, multiplier_of
 from toastkit.native.library import NONE, in_use, objects
-from toastkit.native.modules.mixtures import Mixture
+from toastkit.native.modules.mixtures import is_mixture
 from toastkit.native.modules.norms import Norm
 from toastkit.native.modules.products import Linear, operands_of
 from toastkit.native.operands import Operands
@@ -23,14 +23,16 @@ VALUE_NORM = 4  # index of the norm of a recurrence's output
 
 class StepPlan(NamedTuple):
     """The plan of a layer with a recurrence, or with a network alone; valid as long as its operands
-    are. network: the network if it is not part of the node, or a mixture, which may be. recurrence:
-    constants of the recurrence, of a type of ctypes, or None. given: pointers to operands, shape
-    and recurrence, as the library takes them."""
+    are. network: the network if it is not part of the node, or a mixture, which may be.
+    network_is_mixture: its class was not replaced. recurrence: constants of the recurrence, of a
+    type of ctypes, or None. given: pointers to operands, shape and recurrence, as the library takes
+    them."""
 
     columns: int
     operands: Operands
     shape: LayerShape
     network: Any
+    network_is_mixture: bool
     recurrence: Any
     given: tuple[Any, ...]
 
@@ -68,7 +70,7 @@ class RecurrentLayer(Layer):
         if (plan := self.current_plan(columns)) is None:
             return None
         plan.operands.mark_used()
-        mixture = self._mixture_shape(plan.network) if is_mixture(plan.network) else None
+        mixture = self._mixture_shape(plan.network) if plan.network_is_mixture else None
         count = 1 if plan.network is None or mixture is not None else 2
         made = unshared(x, count + len(states))
         before = states if begun else [NONE] * len(states)
@@ -86,11 +88,6 @@ class RecurrentLayer(Layer):
         """The plan of a layer without attention for x (..., columns); None if the library cannot
         compute a part."""
         raise NotImplementedError
-
-
-def is_mixture(network: Any) -> bool:
-    """True for a mixture whose class was not replaced."""
-    return type(network).__call__ is Mixture.__call__
 
 
 def step_plan(
@@ -116,7 +113,8 @@ def step_plan(
     owners = [one for one in (*modules, network, *norms) if one is not None]
     operands = Operands(parts, found, [*weights, *arrays], owners)
     given = byref(operands), byref(shape), None if recurrence is None else byref(recurrence)
-    return StepPlan(columns, operands, shape, None if form else network, recurrence, given)
+    rest, mixed = None if form else network, not form and is_mixture(network)
+    return StepPlan(columns, operands, shape, rest, mixed, recurrence, given)
 
 
 def norms_of(layer: Any, value_norm: Any) -> list[Any] | None:

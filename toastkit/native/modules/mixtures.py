@@ -211,6 +211,11 @@ class Mixture(Native):
         return operands, shape, chooser, outer
 
 
+def is_mixture(network: Any) -> bool:
+    """True for a mixture whose class was not replaced."""
+    return type(network).__call__ is Mixture.__call__
+
+
 def _are_wide(*arrays: mx.array | None) -> bool:
     """True if all arrays that are given are float32."""
     return all(array is None or array.dtype == mx.float32 for array in arrays)
