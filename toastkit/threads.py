@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import IO, TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -24,6 +25,14 @@ def start_optional(work: Callable[[], object], name: str) -> Thread | None:
     except RuntimeError:
         return None
     return thread
+
+
+def never_interrupt() -> None:
+    """Have this process wait, when it is woken, until the one that runs gives way, for work that
+    nobody waits for. Only Linux knows such a policy."""
+    if hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def start_process(

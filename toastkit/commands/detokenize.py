@@ -26,9 +26,11 @@ def detokenize(**flags) -> int:
     from toastkit.stages.run.pipe_feed import PipeFeed
     from toastkit.stages.run.settings import Outcome
     from toastkit.text.tokenizer import Tokenizer
+    from toastkit.threads import never_interrupt
 
     if flags["as_frames"]:
         cli.refuse_together("is for text, not with --frames", "no_newline")
+    never_interrupt()  # decode and sample: text waits more easily than tokens
     settings = TextOptions(flags["stop"], flags["keep_special"], flags["echo"])
     outcome = Outcome()
     tokenizers: dict[str, Tokenizer] = {}

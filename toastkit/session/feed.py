@@ -132,6 +132,7 @@ class FeedWriter:
                 gone = error
             except OSError as error:
                 raise from_os_error(error, "cannot write the feed", creating=True) from error
+        os.sched_yield()  # decode was woken, and may be waiting for this processor
         if gone is not None:
             raise gone
 

@@ -73,12 +73,12 @@ struct Visibility {
   std::vector<int64_t> origin;
   int64_t batches, heads;
 
-  Visibility(const toast_attention &a, bool serial) {
+  Visibility(const toast_attention &a, Helpers help) {
     const bool mask = a.masking >= TOAST_VISIBLE;
     batches = mask && a.mask_strides[0] ? a.batch : 1;
     heads = mask && a.mask_strides[1] ? a.heads : 1;
     ranges.resize(batches * heads * a.positions);
-    share_each(serial || !mask, batches * heads * a.positions, [&](int64_t i) {
+    share_each(mask ? help : Helpers::NONE, batches * heads * a.positions, [&](int64_t i) {
       const int64_t position = i % a.positions, rest = i / a.positions;
       ranges[i] = range_of(a, rest / heads, rest % heads, position);
     });
@@ -151,14 +151,14 @@ struct Work {
 struct Plan {
   const Attention &a;
   const AttentionCode &code;
-  bool serial;
+  Helpers help;
   std::vector<Work> work;
   int64_t spans = 0;     // of all tiles
   int64_t rows, floats;  // per tile; floats: of its Partial
   int64_t query_bytes;   // per tile, prepared; or 0
 
-  Plan(const Attention &a, const AttentionCode &code, bool serial)
-      : a(a), code(code), serial(serial) {
+  Plan(const Attention &a, const AttentionCode &code, Helpers help)
+      : a(a), code(code), help(help) {
     const toast_attention &call = *a.call;
     const int64_t tile_rows = code.tile_rows(a), tile_heads = heads_of_tile(a, code);
     for (int64_t batch = 0; batch < call.batch; batch++)
@@ -208,7 +208,8 @@ bool attend_spans(Plan &plan) {
   auto memory = static_cast<float *>(scratch(PARTS, plan.spans * floats * sizeof(float)));
   auto queries = static_cast<char *>(bytes ? scratch(QUERIES, tiles * bytes) : nullptr);
   if (!memory || (bytes && !queries)) return false;
-  share_each(plan.serial || tiles < SERIAL_QUERY_TILES, bytes ? tiles : 0, [&](int64_t i) {
+  const Helpers help = tiles < SERIAL_QUERY_TILES ? Helpers::NONE : plan.help;
+  share_each(help, bytes ? tiles : 0, [&](int64_t i) {
     plan.code.prepare(a, plan.work[i].tile, queries + i * bytes);
     plan.work[i].tile.queries = queries + i * bytes;
   });
@@ -218,7 +219,7 @@ bool attend_spans(Plan &plan) {
   const int64_t each = first.end - first.first;
   const toast_rows &keys = a.call->keys;
   const bool by_position = keys.strides[2] > keys.strides[1] && plan.spans == tiles * each;
-  const bool done = share_checked(plan.serial, plan.spans, [&](int64_t n) {
+  const bool done = share_checked(plan.help, plan.spans, [&](int64_t n) {
     const int64_t i = by_position ? n % tiles * each + n / tiles : n;
     auto one = std::upper_bound(plan.work.begin(), plan.work.end(), i,
                                 [](int64_t n, const Work &w) { return n < w.spans_before; }) - 1;
@@ -226,7 +227,7 @@ bool attend_spans(Plan &plan) {
     return plan.attend(*one, span, plan.partial(memory + i * floats));
   });
   if (!done) return false;
-  share_each(plan.serial, tiles, [&](int64_t i) {
+  share_each(plan.help, tiles, [&](int64_t i) {
     const Work &one = plan.work[i];
     float *all = memory + one.spans_before * floats;
     for (int64_t s = 1; s < one.spans.end - one.spans.first; s++)
@@ -237,10 +238,10 @@ bool attend_spans(Plan &plan) {
   return true;
 }
 
-bool attend(const Attention &a, const AttentionCode &code, bool serial) {
-  Plan plan(a, code, serial);
+bool attend(const Attention &a, const AttentionCode &code, Helpers help) {
+  Plan plan(a, code, help);
   if (plan.tiles() < MIN_TILES && plan.spans > plan.tiles()) return attend_spans(plan);
-  return share_checked(serial, plan.tiles(),
+  return share_checked(help, plan.tiles(),
                        [&](int64_t i) { return attend_tile(plan, plan.work[i]); });
 }
 
@@ -257,8 +258,8 @@ extern "C" int toast_attend(const toast_attention *call, void *out, const int64_
     const AttentionCode &code = *instructions().attention;
     const double macs = double(call->batch) * call->heads * call->positions *
                             call->key_positions * (call->key_size + call->value_size);
-    const bool serial = macs < SERIAL_MACS;
-    const Visibility seen(*call, serial);
+    const Helpers help = helpers(macs, SERIAL_MACS);
+    const Visibility seen(*call, help);
     const Attention a = {
         call, out, out_type, out_strides, repeats, rows, code.row_floats(call->value_size),
         seen.ranges.data(),
@@ -266,7 +267,7 @@ extern "C" int toast_attend(const toast_attention *call, void *out, const int64_
          seen.heads > 1 ? call->positions : 0},
         seen.origin.data(),
     };
-    return attend(a, code, serial) ? 0 : 2;
+    return attend(a, code, help) ? 0 : 2;
   } catch (const std::bad_alloc &) {
     return 2;
   }

@@ -97,7 +97,7 @@ bool is_prepared_as(const toast_product &a, const toast_product &b) {
 }
 
 // Prepares the vectors, or takes those of the previous task. False if out of memory.
-bool prepare(Task &task, const Task *before, bool serial) {
+bool prepare(Task &task, const Task *before, Helpers help) {
   Product &p = task.p;
   if (before && is_prepared_as(*task.request, *before->request)) {
     p.prepared = before->p.prepared, p.prepared_stride = before->p.prepared_stride;
@@ -107,7 +107,8 @@ bool prepare(Task &task, const Task *before, bool serial) {
   p.prepared_stride = code.prepared_bytes(p);
   task.prepared = memory<char>(p.x->count * p.prepared_stride);
   if (!(p.prepared = task.prepared.get())) return false;
-  share_each(serial || p.x->count < 8, p.x->count, [&](int64_t row) { code.prepare(p, row); });
+  if (p.x->count < 8) help = Helpers::NONE;
+  share_each(help, p.x->count, [&](int64_t row) { code.prepare(p, row); });
   return true;
 }
 
@@ -158,18 +159,18 @@ int multiply(const toast_product *products, int32_t n) {
   double macs = 0;
   for (int32_t i = 0; i < n; i++)
     macs += double(products[i].count) * products[i].matrix->rows * products[i].matrix->columns;
-  const bool serial = macs < SERIAL_MACS;
+  const Helpers help = helpers(macs, SERIAL_MACS);
   for (int32_t i = 0; i < n; i++) {
     const toast_product &request = products[i];
     Task &task = tasks[i];
     task.request = &request;
     task.p = {request.matrix, request.x,        request.vector, request.activation_bits,
               request.out,    request.out_type, nullptr,      0};
-    if (!prepare(task, i ? &tasks[i - 1] : nullptr, serial) || !split_into_chunks(task)) return 2;
+    if (!prepare(task, i ? &tasks[i - 1] : nullptr, help) || !split_into_chunks(task)) return 2;
     ends[i] = all += task.batch_count * task.chunks;
   }
   const Instructions &code = instructions();
-  const bool done = share_checked(serial, all, [&](int64_t i) {
+  const bool done = share_checked(help, all, [&](int64_t i) {
     int32_t which = 0;
     while (i >= ends[which]) which++;
     const Task &task = tasks[which];

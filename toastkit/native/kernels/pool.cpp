@@ -1,6 +1,7 @@
 // The thread pool. Indices are claimed one at a time from a shared counter, so a descheduled thread
 // delays the one index it holds, not a whole share. Idle threads spin briefly, as the next
-// operation is usually near, then sleep on a futex; the caller never sleeps.
+// operation is usually near, giving way to whatever else wants their processor, then sleep on a
+// futex; the caller never sleeps.
 #include "pool.h"
 
 #include <linux/futex.h>
@@ -26,7 +27,7 @@ using std::memory_order_release;
 using std::memory_order_seq_cst;
 
 constexpr auto SPIN = std::chrono::microseconds(50);  // the best, with other processes busy
-constexpr int SPINS_PER_CHECK = 32;                   // before looking at the clock
+constexpr int SPINS_PER_CHECK = 32;                   // before giving way
 constexpr int SPINS_BEFORE_YIELD = 2000;              // while others finish their last indices
 
 inline void cpu_pause() {
@@ -84,6 +85,7 @@ struct Pool {
         if (job.load(memory_order_acquire) != seen) return;
         cpu_pause();
       }
+      sched_yield();
     } while (std::chrono::steady_clock::now() < until);
     sleepers.fetch_add(1, memory_order_seq_cst);
     while (job.load(memory_order_seq_cst) == seen) sleep_while(job, seen);
@@ -115,7 +117,7 @@ struct Pool {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
-  void share(uint32_t indices, void (*function)(void *, int64_t), void *argument) {
+  void share(uint32_t indices, void (*function)(void *, int64_t), void *argument, bool wake) {
     start();
     uint32_t number = job.load(memory_order_relaxed) + 1;
     // Closed (index UINT32_MAX) while the job is written, so that a late thread claims nothing.
@@ -126,7 +128,7 @@ struct Pool {
     count.store(indices, memory_order_relaxed);
     ticket.store(uint64_t(number) << 32, memory_order_release);
     job.store(number, memory_order_seq_cst);
-    if (sleepers.load(memory_order_seq_cst)) wake_all(job);
+    if (wake && sleepers.load(memory_order_seq_cst)) wake_all(job);
     while (claim(number)) {
     }
     for (int spins = 0; remaining.load(memory_order_acquire); spins++) {
@@ -152,14 +154,14 @@ Pool *const pool = [] {
 
 }  // namespace
 
-void run(int64_t count, void (*work)(void *, int64_t), void *context) {
+void run(int64_t count, void (*work)(void *, int64_t), void *context, bool wake) {
   Pool &p = *pool;
   bool serial = count <= 1 || count >= UINT32_MAX || p.wanted.load(memory_order_relaxed) <= 1;
   if (serial || !p.busy.try_lock()) {
     for (int64_t i = 0; i < count; i++) work(context, i);
     return;
   }
-  p.share(uint32_t(count), work, context);
+  p.share(uint32_t(count), work, context, wake);
   p.busy.unlock();
 }
 

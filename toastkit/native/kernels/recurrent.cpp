@@ -30,7 +30,7 @@ float rate_of(float factor, float b) { return factor / (1 + expf(-b)); }
 template <class Work>
 bool share_rows(int64_t heads, int64_t rows, int64_t size, const Work &work) {
   const int64_t each = (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
-  return share_checked(heads * rows * size < SERIAL_WORK, heads * each, [&](int64_t i) {
+  return share_checked(helpers(double(heads) * rows * size), heads * each, [&](int64_t i) {
     const int64_t row = i % each * ROWS_PER_TASK;
     return work(i / each, row, std::min(row + ROWS_PER_TASK, rows));
   });
@@ -168,8 +168,8 @@ class LayerHead {
 
 int layer_steps(const toast_delta_layer &l, float *y, float *last, float *after) {
   const int64_t state = l.batch * l.value_heads * l.value_size * l.key_size;
-  const bool serial = state * (l.length + 1) < SERIAL_WORK;
-  const bool done = share_checked(serial, l.batch * l.key_heads, [&](int64_t i) {
+  const Helpers help = helpers(double(state) * (l.length + 1));
+  const bool done = share_checked(help, l.batch * l.key_heads, [&](int64_t i) {
     return LayerHead(l, i / l.key_heads, i % l.key_heads).steps(y, last, after);
   });
   return done ? 0 : 2;
