@@ -200,7 +200,7 @@ def test_off_is_the_plain_path(crumb, plain: Answer, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(monitor.EntropyMeter, "bits", fail)
     monkeypatch.setattr(entropy_graph, "entropy_bits", fail)
-    monkeypatch.setattr(entropy_graph.NativeEntropy, "__init__", fail)
+    monkeypatch.setattr(entropy_graph.NativeSummary, "__init__", fail)
     for deferred in (False, True):
         head = Head("m", fingerprint(off.files), off.vocab, [])
         options = AnswerOptions(draw=DrawOptions(SamplingOptions(), 0, 16))

@@ -28,11 +28,14 @@ from tests.model.reference import OLD_MLX_LM, needs_new_mlx_lm
 from tests.native_library import native_cache, native_path, needed, operations_of
 from toastkit.engine.big_little import confidence, unsure_rows
 from toastkit.engine.perplexity import _judge
-from toastkit.gears.entropy_graph import NativeEntropy, entropy_bits
+from toastkit.gears.entropy_graph import NativeSummary, entropy_bits
 from toastkit.gears.monitor import EntropyMeter
 from toastkit.native import operations, replacing
 from toastkit.native.library import Library, load, use
 from toastkit.native.operands import Rotation
+from toastkit.sampling.draws import GUARD
+from toastkit.sampling.host import HostSampler
+from toastkit.sampling.sampling_options import SamplingOptions
 
 pytestmark = needed
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -159,16 +162,20 @@ def test_distributions(
     seed=st.integers(0, 99), size=st.sampled_from([2, 31, 4096, 20_000]),
     odd=st.lists(st.tuples(st.integers(0, 19_999), st.sampled_from(ODD)), max_size=3),
 )  # fmt: skip
-def test_entropies_of_steps(seed: int, size: int, odd: list[tuple[int, float]]) -> None:
+def test_summaries_of_steps(seed: int, size: int, odd: list[tuple[int, float]]) -> None:
     """What a step's own graph finds is what numpy finds, or nothing where logits are not finite."""
     row = np.array(numbers(seed, (size,), mx.float32)) * 5
     for place, value in odd:
         row[place % size] = value
-    found, limit = NativeEntropy(mx.array(row)).bits(), math.log2(size)
-    if np.isnan(row).any() or row.max() == np.inf or row.max() == -np.inf:
+    found, limit = NativeSummary(mx.array(row)).read(), math.log2(size)
+    if np.isnan(row).any() or row.max() == np.inf or row.max() <= -GUARD:
         assert found is None
     else:
-        assert found == pytest.approx(EntropyMeter(size).bits(row), abs=2e-5) and found <= limit
+        wanted = HostSampler(SamplingOptions(temperature=0), size).draw(row, 0)
+        assert found.likeliest == wanted.id
+        assert found.logprob == pytest.approx(wanted.logprob, abs=2e-6)
+        assert found.entropy == pytest.approx(EntropyMeter(size).bits(row), abs=2e-5)
+        assert found.entropy <= limit
 
 
 def test_measures_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:

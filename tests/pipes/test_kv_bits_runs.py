@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.daemons import Daemon
@@ -68,7 +69,8 @@ def test_a_step_that_is_taken_back_leaves_nothing(toast) -> None:
             told = lines[-1]["experts"]
             assert 0 < told["fallbacks"] < told["steps"]
             extra = {"prefill": KV8, "decode": flags, "sample": ["--temp", "0", "-n", "12"]}
-            assert found[way] == drawn_of(frames_of_pipeline(STORY, extra, STAGES))
+            piped = drawn_of(frames_of_pipeline(STORY, extra, STAGES))
+            assert np.allclose(found[way], piped, rtol=0, atol=2e-6)  # six decimals of float32
     assert found["mobile:1"] == found["big"] != found["mobile:0.9"]
 
 

@@ -153,7 +153,7 @@ def log_sum_exp(kernels: Kernels, x: np.ndarray, type_: str) -> np.ndarray:
 
 
 def distribution(kernels: Kernels, x: np.ndarray, type_: str) -> np.ndarray:
-    out = room((len(x), 3), "f32")
+    out = room((len(x), 4), "f32")
     call(kernels, "distribution", vectors(x, type_), x.shape[-1], out)
     return out
 

@@ -89,15 +89,15 @@ def test_feed_messages() -> None:
 def test_ring_as_described(tmp_path: Path) -> None:
     """A reader made from the page alone finds the second step."""
     writer = ring.RingWriter(tmp_path / "logits", vocab=5)
-    for step, entropy in ((1.0, None), (2.0, 0.5)):
+    for step, summary in ((1.0, None), (2.0, ring.Summary(0.5, -0.25, 3))):
         row = memoryview(struct.pack("<5f", *[step] * 5)).cast("f")
-        writer.write(row, lambda entropy=entropy: entropy)
+        writer.write(row, lambda summary=summary: summary)
     data = (tmp_path / "logits").read_bytes()
     version, vocab, slots = struct.unpack_from("<3I", data, 8)
-    assert (data[:8], version, vocab) == (b"toastrng", 2, 5) and not any(data[20:64])
+    assert (data[:8], version, vocab) == (b"toastrng", 3, 5) and not any(data[20:64])
     stride = 64 + -(-4 * vocab // 64) * 64
     start = 64 + (2 - 1) % slots * stride
-    assert struct.unpack_from("<Qd", data, start) == (2, 0.5)
+    assert struct.unpack_from("<QddI", data, start) == (2, 0.5, -0.25, 3)
     assert math.isnan(struct.unpack_from("<d", data, 64 + 8)[0])
     assert struct.unpack_from("<5f", data, start + 64) == (2.0,) * 5
     assert len(data) == 64 + slots * stride

@@ -13,15 +13,17 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
+from hand_made import draw
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from processes import start
 
 from tests.conftest import examples
 from toastkit.errors import CannotCreateError, DataError, IOFailure, NoInputError
-from toastkit.frames import Head, Reference
+from toastkit.frames import End, Head, Logits, Reference, Token
+from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.session.feed import FeedMessage, FeedReader, FeedWriter
-from toastkit.session.ring import RingReader, RingWriter
+from toastkit.session.ring import RingReader, RingWriter, Summary
 from toastkit.session.run import RunDirectory, feed_of, ring_of, sweep
 from toastkit.stages.run.pipe_feed import PipeFeed
 from toastkit.stages.run.protocol import Next
@@ -80,14 +82,14 @@ def test_ring_keeps_the_last_steps(tmp_path: Path, vocab: int, slots: int, steps
     written = []
     for step in range(steps):
         logits = np.random.default_rng(step).normal(size=vocab).astype(np.float32)
-        entropy = step / 3 if step % 2 else None
-        written.append((writer.write(logits, lambda known=entropy: known), logits, entropy))
-    for step, (reference, logits, entropy) in enumerate(written):
+        summary = Summary(step / 3, -step / 7, step) if step % 2 else None
+        written.append((writer.write(logits, lambda known=summary: known), logits, summary))
+    for step, (reference, logits, summary) in enumerate(written):
         if step >= steps - slots:
             assert np.array_equal(reader.read(reference), logits)
-            assert reader.entropy(reference) == entropy
+            assert reader.summary(reference) == summary
         else:
-            for read in (reader.read, reader.entropy):
+            for read in (reader.read, reader.summary):
                 with pytest.raises(DataError, match=f"logits of step {step + 1} are gone"):
                     read(reference)
     writer.close()
@@ -109,13 +111,31 @@ def test_ring_refuses_what_does_not_fit(tmp_path: Path):
         Reference(0, 2, "float32", (10,)),
         Reference(1, 1, "float32", (10,)),
     ):
-        for read in (reader.read, reader.entropy):
+        for read in (reader.read, reader.summary):
             with pytest.raises(DataError) as caught:
                 read(bad)
             assert caught.value.hint == "use --inline to save a stream"
     for logits in (array("f", range(9)), array("d", range(5)), np.zeros(20, np.float16)):
         with pytest.raises(ValueError):
             writer.write(logits)
+
+
+@pytest.mark.parametrize(
+    "chain, top, known", [({}, 0, True), ({}, 2, False), ({"logit_bias": [(1, 0.5)]}, 0, False),
+                          ({"temperature": 1e-6}, 0, False)],
+)  # fmt: skip
+def test_the_likeliest_token_is_the_one_that_decode_found(
+    run: RunDirectory, chain: dict, top: int, known: bool
+):
+    """Told otherwise than the logits say, as no decode does, to see who is believed."""
+    writer = RingWriter(ring_of(run.path), 4)
+    told = Logits(5, writer.write(array("f", [0, 9, 0, 0]), lambda: Summary(1.0, -0.25, 2)))
+    found = Logits(6, writer.write(array("f", [0, 9, 0, 0])))
+    stream = [Head("m", "f", 4, [], run=str(run.path)), told, found, End("stop", 2)]
+    options = SamplingOptions(**{"temperature": 0, **chain})
+    tokens = [f for f in draw(stream, options=options, top=top) if isinstance(f, Token)]
+    assert [token.id for token in tokens] == [2 if known else 1, 1]
+    assert (tokens[0].logprob == -0.25) is known
 
 
 def test_an_open_ring_outlives_its_directory(run: RunDirectory):
@@ -131,11 +151,11 @@ def test_an_open_ring_outlives_its_directory(run: RunDirectory):
 WRITER = """
 import sys
 from array import array
-from toastkit.session.ring import RingWriter
+from toastkit.session.ring import RingWriter, Summary
 writer = RingWriter(sys.argv[1], 50_000, slots=1)
 print("ready", flush=True)
 for step in range(1, 10**6):
-    writer.write(array("f", [step % 1000]) * 50_000, lambda: float(step))
+    writer.write(array("f", [step % 1000]) * 50_000, lambda: Summary(float(step), 0, 0))
 """
 
 
@@ -152,7 +172,7 @@ def test_ring_while_it_is_written(tmp_path: Path):
             reference = Reference(0, number, "float32", (50_000,))
             try:
                 if number % 2:
-                    assert reader.entropy(reference) == number
+                    assert reader.summary(reference).entropy == number
                 logits = reader.read(reference)
             except DataError:
                 stale += 1

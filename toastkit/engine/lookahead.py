@@ -22,7 +22,7 @@ from toastkit.engine.savepoints import (
     roll_back,
     take_savepoint,
 )
-from toastkit.gears.entropy_graph import NativeEntropy
+from toastkit.gears.entropy_graph import NativeSummary
 from toastkit.native.awaited import Awaited
 from toastkit.native.library import in_use
 
@@ -32,7 +32,7 @@ class Lookahead:
     Only for a device that computes on memory that the host can write: store.jobs.host_writes.
     point: a savepoint of the caches as they are, for callers that may roll the step back; kept:
     what is reused then. sure: the step is rolled back only at the end of a run. seconds: spent
-    building the graph. entropy: of its logits, if submitted with it.
+    building the graph. summary: of its logits, if submitted with it.
 
     The caches count the step from now on; either `run` or `discard` has to follow.
     """
@@ -47,7 +47,7 @@ class Lookahead:
     ):
         start = time.perf_counter()
         self.point, self.kept = point, kept
-        self.entropy: NativeEntropy | None = None
+        self.summary: NativeSummary | None = None
         self._back: Savepoint | None = None  # of a step that was handed over
         self._sure = sure
         # Copies hold the arrays as they were. They are released before the step is evaluated, or
@@ -75,7 +75,7 @@ class Lookahead:
 
     def hand_over(self, measured: bool = False) -> None:
         """Submit the step to the device, which begins when the token is named; until then it does
-        nothing that is submitted later. measured: submit the entropy of its logits too. Does
+        nothing that is submitted later. measured: submit the summary of its logits too. Does
         nothing without native operations, or if policies may have the step rolled back."""
         if self._awaited is None or self._back is not None or not self._sure:
             return
@@ -83,7 +83,7 @@ class Lookahead:
         self._before = []
         with self._awaited.handing_over(self._logits):
             mx.async_eval(self._logits)
-            self.entropy = NativeEntropy(self._logits) if measured else None
+            self.summary = NativeSummary(self._logits) if measured else None
 
     def discard(self) -> None:
         """Restore the caches. A step that was handed over runs, with an arbitrary token, and is

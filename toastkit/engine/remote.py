@@ -268,7 +268,7 @@ class RemoteState:
     def hand_over_ahead(self, measured: bool = False) -> None:
         """Do nothing: the daemon schedules its own work."""
 
-    def entropy(self) -> None:
+    def summary(self) -> None:
         """None: the daemon does not send it."""
 
     def values(self) -> memoryview[float]:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 
 from toastkit.engine.lookahead import Lookahead
-from toastkit.gears.entropy_graph import NativeEntropy
+from toastkit.gears.entropy_graph import NativeSummary
 from toastkit.native.kv_caches import nbytes_of
 
 if TYPE_CHECKING:
     from toastkit.session.directory import Session
+    from toastkit.session.ring import Summary
     from toastkit.session.savepoints import Savepoint
 
 
@@ -54,7 +55,7 @@ class ModelState:
     ahead: Lookahead | None = field(default=None, repr=False)
     passed: Passed | None = None
     experts: dict[str, Any] | None = None
-    _entropy: NativeEntropy | None = field(default=None, repr=False)
+    _summary: NativeSummary | None = field(default=None, repr=False)
 
     def next_logits(
         self, step: Callable[[int | mx.array, list], mx.array], token: int | mx.array
@@ -63,17 +64,17 @@ class ModelState:
         now on. step(token, cache): the pass, if it was not built ahead."""
         ahead = self.ahead
         if ahead is not None and isinstance(token, int):
-            self.ahead, self._entropy = None, ahead.entropy
+            self.ahead, self._summary = None, ahead.summary
             return ahead.run(token)
         self.take_back()
-        self._entropy = None
+        self._summary = None
         return step(token, self.cache)
 
     def submit(self, measured: bool = False) -> None:
-        """Submit what was consumed to the device. measured: submit its entropy too."""
+        """Submit what was consumed to the device. measured: submit its summary too."""
         mx.async_eval(self.logits)
-        if measured and self._entropy is None:
-            self._entropy = NativeEntropy(self.logits)  # type: ignore[arg-type]
+        if measured and self._summary is None:
+            self._summary = NativeSummary(self.logits)  # type: ignore[arg-type]
 
     def hand_over_ahead(self, measured: bool = False) -> None:
         """Submit the step that was built ahead; the device waits for its token. Until that is
@@ -81,10 +82,10 @@ class ModelState:
         if self.ahead is not None:
             self.ahead.hand_over(measured)
 
-    def entropy(self) -> float | None:
-        """Entropy in bits of the logits that were submitted to be measured; waits for it. None if
-        it was not computed: see NativeEntropy."""
-        return None if self._entropy is None else self._entropy.bits()
+    def summary(self) -> Summary | None:
+        """The summary of logits that were submitted to be measured; waits for it. None if it was
+        not computed: see NativeSummary."""
+        return None if self._summary is None else self._summary.read()
 
     def values(self) -> memoryview[float]:
         """The logits, float32 (vocab,), in host memory; waits for them."""

@@ -13,6 +13,7 @@ from toastkit.holdings.policy import NO_WISH, Wish
 
 if TYPE_CHECKING:
     from toastkit.session.directory import Session
+    from toastkit.session.ring import Summary
 
 
 class State(Protocol):
@@ -34,16 +35,16 @@ class State(Protocol):
         """float32 (vocab,) after the last token, None while the prompt is read."""
 
     def submit(self, measured: bool = False) -> None:
-        """Submit what was consumed to the device. measured: submit the entropy of the logits too,
+        """Submit what was consumed to the device. measured: submit the summary of the logits too,
         if the device computes it sooner than the host."""
 
     def hand_over_ahead(self, measured: bool = False) -> None:
         """If the engine has built a step ahead and the device can wait for its token, submit it, as
         `submit` does. Nothing else may be asked of the device until that token is consumed."""
 
-    def entropy(self) -> float | None:
-        """Entropy in bits of logits that were submitted to be measured; waits for it. None if it
-        was not computed, or cannot be before the logits are made finite."""
+    def summary(self) -> Summary | None:
+        """The summary of logits that were submitted to be measured; waits for it. None if it was
+        not computed, or cannot be before the logits are made finite."""
 
     def values(self) -> memoryview[float]:
         """The logits, float32 (vocab,), in host memory; waits for them."""

@@ -1,4 +1,4 @@
-"""The entropy of logits, computed on the device."""
+"""The entropy of logits, and which is the largest, computed on the device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import mlx.core as mx
 
 from toastkit.native.library import in_use
 from toastkit.native.operations import distribution, finite
+from toastkit.sampling.draws import GUARD
+from toastkit.session.ring import Summary
+
+MOST_EXACT = 1 << 24  # ids that float32 has
 
 
 def entropy_bits(logits: mx.array) -> mx.array:
@@ -18,21 +22,24 @@ def entropy_bits(logits: mx.array) -> mx.array:
     return distribution(finite(logits.astype(mx.float32)))[2] / math.log(2)
 
 
-class NativeEntropy:
-    """The entropy of logits, float32 (vocab,), which the device starts to compute at once. Without
+class NativeSummary:
+    """The summary of logits, float32 (vocab,), which the device starts to compute at once. Without
     native operations nothing is computed: numpy is faster than MLX's own operations."""
 
     def __init__(self, logits: mx.array):
-        library = in_use()
+        library = in_use() if logits.size < MOST_EXACT else None
         self._limit = math.log2(logits.size)
         self._found = None if library is None else library.distribution(logits)
         if self._found is not None:
             mx.async_eval(self._found)
 
-    def bits(self) -> float | None:
-        """Wait for the entropy, as of EntropyMeter. None if it was not computed, or if logits are
-        not finite: these have to be replaced first."""
+    def read(self) -> Summary | None:
+        """Wait for the summary, the entropy as of EntropyMeter. None if it was not computed, or if
+        logits may have to be replaced first, as they are not finite."""
         if self._found is None:
             return None
-        bits = memoryview(self._found)[2] / math.log(2)  # type: ignore[arg-type]
-        return min(max(bits, 0.0), self._limit) if math.isfinite(bits) else None
+        largest, log_sum, entropy, likeliest = memoryview(self._found)  # type: ignore[arg-type]
+        if not (math.isfinite(entropy) and largest > -GUARD):
+            return None
+        bits = min(max(entropy / math.log(2), 0.0), self._limit)
+        return Summary(bits, -log_sum, int(likeliest))

@@ -219,8 +219,9 @@ class Library:
         return _call(self.c.log_sum_exp, x)
 
     def distribution(self, x: mx.array) -> mx.array:
-        """Of the softmax of x (..., n) over the last axis, float32 (..., 3), lazy: the maximum, log
-        of the sum of exp(x - maximum), the entropy in nats."""
+        """Of the softmax of x (..., n) over the last axis, float32 (..., 4), lazy: the maximum, log
+        of the sum of exp(x - maximum), the entropy in nats, the first index of the maximum, exact
+        below 2^24."""
         return _call(self.c.distribution, x)
 
     def largest(self, x: mx.array) -> mx.array:

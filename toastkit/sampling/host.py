@@ -43,7 +43,7 @@ class HostSampler:
         self._exponentials = np.empty(vocab, np.float32)
         self._mask = np.empty(vocab, bool)
         self._total = math.nan
-        self._greedy = options.temperature == 0 and not options.adjusts_logits
+        self._greedy = options.greedy
         self._use_top_p = 0 < options.top_p < 1
         self._use_typical = 0 < options.typical_p < 1
         self._use_top_k = 0 < options.top_k < vocab

@@ -89,6 +89,11 @@ class SamplingOptions(NamedTuple):
         """True if a step before the log-softmax may change a finite logit."""
         return bool(self.logit_bias or self.bans or self.needs_history)
 
+    @property
+    def greedy(self) -> bool:
+        """True if the largest logit is chosen, as it is."""
+        return self.temperature == 0 and not self.adjusts_logits
+
 
 def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)

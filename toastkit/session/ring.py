@@ -3,8 +3,8 @@ laid out as toast-frames(5) says.
 
 Steps are numbered from 1; step n is in slot (n - 1) % slots. A slot is a seqlock: the writer sets
 its number to 0, writes the logits, sets the number; a reader checks the number before and after its
-copy. The entropy of the logits is stored with them, if the writer knows it, so that it cannot be
-that of others. A reference to an overwritten step is an error, never other numbers. The file's
+copy. A summary of the logits is stored with them, if the writer knows it, so that it cannot be that
+of others. A reference to an overwritten step is an error, never other numbers. The file's
 blocks are allocated on creation: a full disk is an error then, not a SIGBUS in the middle of a run.
 The writer maps it, and checks its size before each step; readers, who get it from others, use
 pread.
@@ -20,7 +20,7 @@ import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toastkit.errors import DataError, IOFailure, from_os_error, reported_as
 from toastkit.frames import MAX_VOCAB, Reference
@@ -30,12 +30,21 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAGIC = b"toastrng"
-VERSION = 2
+VERSION = 3
 HEADER = struct.Struct("<8sIIII")
 NUMBER = struct.Struct("<Q")
-LINE = struct.Struct("<Qd")  # header of a slot: number, entropy in bits or NaN
+LINE = struct.Struct("<QddI")  # header of a slot: number and summary; entropy NaN without one
 LINE_BYTES = 64
 STALE_HINT = "use --inline to save a stream"
+
+
+class Summary(NamedTuple):
+    """Of logits that are all finite. entropy: of their softmax, in bits. logprob: natural log of
+    the largest probability. likeliest: the id that has it, the lowest of equals."""
+
+    entropy: float
+    logprob: float
+    likeliest: int
 
 
 def _stride(vocab: int) -> int:
@@ -66,10 +75,10 @@ class RingWriter:
                 os.close(fd)
                 raise
 
-    def write(self, logits: Any, entropy: Callable[[], float | None] | None = None) -> Reference:
+    def write(self, logits: Any, summary: Callable[[], Summary | None] | None = None) -> Reference:
         """Copy one step's logits, any contiguous buffer of float32 (vocab,), into the next slot.
-        Return the reference for a frame, valid for `slots` steps. entropy(): their entropy in bits,
-        None if unknown; called after they have been copied.
+        Return the reference for a frame, valid for `slots` steps. summary(): of them, None if
+        unknown; called after they have been copied.
         Raises ValueError for another dtype or size, IOFailure if the file was truncated."""
         data = memoryview(logits)
         if data.format != "f" or data.nbytes != 4 * self.vocab:
@@ -82,8 +91,8 @@ class RingWriter:
         NUMBER.pack_into(self._map, start, 0)
         _fence()
         self._map[start + LINE_BYTES : start + LINE_BYTES + data.nbytes] = data.cast("B")
-        known = None if entropy is None else entropy()
-        LINE.pack_into(self._map, start, 0, math.nan if known is None else known)
+        known = None if summary is None else summary()
+        LINE.pack_into(self._map, start, 0, *(known or (math.nan, math.nan, 0)))
         _fence()
         NUMBER.pack_into(self._map, start, self._number)
         return Reference(slot, self._number, "float32", (self.vocab,))
@@ -154,7 +163,7 @@ class RingReader(Descriptor):
         read.
         Raises DataError if they have been overwritten or the ring cannot hold such an array."""
         if self._copy is None:
-            import numpy as np  # not needed to read only entropies
+            import numpy as np  # not needed to read only summaries
 
             slot = np.empty(self._stride, np.uint8)
             values = slot[LINE_BYTES : LINE_BYTES + 4 * self.vocab].view("<f4")
@@ -162,12 +171,12 @@ class RingReader(Descriptor):
         self._take(reference, self._copy[0])
         return self._copy[1]
 
-    def entropy(self, reference: Reference) -> float | None:
-        """The entropy in bits of the logits that a reference points to, None if the writer gave
-        none. Raises as `read`."""
+    def summary(self, reference: Reference) -> Summary | None:
+        """The summary of the logits that a reference points to, None if the writer gave none.
+        Raises as `read`."""
         self._take(reference, self._line)
-        entropy = LINE.unpack(self._line)[1]
-        return None if math.isnan(entropy) else entropy
+        summary = Summary(*LINE.unpack(self._line)[1:])
+        return None if math.isnan(summary.entropy) else summary
 
     def _take(self, reference: Reference, into: memoryview) -> None:
         """Copy the beginning of a slot into a buffer, then read the number again: if it is

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from toastkit.gears.monitor import EntropyMeter
-    from toastkit.session.ring import RingReader
+    from toastkit.session.ring import RingReader, Summary
 
 _DTYPES = {"float32": "<f4", "float16": "<f2", "uint32": "<u4", "int32": "<i4", "uint8": "u1"}
 
@@ -86,20 +86,25 @@ class LogitsReader:
         with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
             return values.astype(np.float32)
 
-    def entropy(self, logits: Any) -> float:
-        """Entropy in bits of logits as `read` takes them: as decode has written it beside them, or
-        computed on the device for a device array; otherwise by an EntropyMeter. Raises as that and
-        `read`."""
-        known: float | None = None
-        fits = tuple(getattr(logits, "shape", ())) == (self._vocab,)
-        if fits and isinstance(logits, Reference):
-            known = self._opened().entropy(logits)
-        elif fits and not isinstance(logits, (Array, memoryview)):
-            from toastkit.gears.entropy_graph import NativeEntropy
+    def summary(self, logits: Any) -> Summary | None:
+        """The summary that decode has written beside the logits that a frame refers to. None if
+        there is none. Raises as `read`."""
+        if not isinstance(logits, Reference) or tuple(logits.shape) != (self._vocab,):
+            return None
+        return self._opened().summary(logits)
 
-            known = NativeEntropy(logits).bits()
+    def entropy(self, logits: Any) -> float:
+        """Entropy in bits of logits as `read` takes them: that of their summary, which is computed
+        on the device for a device array; otherwise by an EntropyMeter. Raises as that and
+        `read`."""
+        known = self.summary(logits)
+        fits = tuple(getattr(logits, "shape", ())) == (self._vocab,)
+        if fits and not isinstance(logits, (Reference, Array, memoryview)):
+            from toastkit.gears.entropy_graph import NativeSummary
+
+            known = NativeSummary(logits).read()
         if known is not None:
-            return known
+            return known.entropy
         from toastkit.gears.monitor import EntropyMeter
 
         values = self.read(logits)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toastkit.frames import End, Frame, Head, Logits, Token, Tokens, unpack_ids
+from toastkit.sampling.draws import Draw
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.stages.run.protocol import Feed, Next
 from toastkit.stages.streams import ends_run, whole_runs, with_logits
@@ -29,6 +30,11 @@ class DrawOptions(NamedTuple):
     max_tokens: int | None = None
     ignore_eos: bool = False
     want_logprob: bool = True
+
+    @property
+    def likeliest(self) -> bool:
+        """True if every token is the likeliest, and nothing is wanted of the others."""
+        return self.sampling.greedy and not self.top
 
 
 def sample(
@@ -56,11 +62,19 @@ def sample(
         elif isinstance(frame, Logits):
             if run.ended is not None:
                 continue  # a replayed stream continues beyond the end of this answer
-            token = sampler.choose(reader.read(frame.logits), frame.pos, run.history)
+            known = reader.summary(frame.logits) if options.likeliest else None
+            if known is None:
+                token = sampler.choose(reader.read(frame.logits), frame.pos, run.history)
+            else:  # decode has found it
+                token = known.likeliest
             run.advance(token)
             feed.send(frame.pos, Next(token, run.ended, frame.gear, frame.expected))
             # Everything else about it is computed while decode takes the next step.
-            yield run.token(frame, sampler.describe(options.top, options.want_logprob))
+            if known is None:
+                drawn = sampler.describe(options.top, options.want_logprob)
+            else:
+                drawn = Draw(token, known.logprob)
+            yield run.token(frame, drawn)
         elif isinstance(frame, Token):
             continue  # of an earlier sampling, in a replayed stream
         elif isinstance(frame, End):

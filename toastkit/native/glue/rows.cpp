@@ -315,7 +315,7 @@ TOAST_API const char *toast_log_sum_exp_array(void *out, void *x) {
 
 TOAST_API const char *toast_distribution_array(void *out, void *x) {
   return set_array(out, [&] {
-    return toast::summed("ToastDistribution", array_of(x), 3, toast_distribution);
+    return toast::summed("ToastDistribution", array_of(x), 4, toast_distribution);
   });
 }
 

@@ -53,64 +53,72 @@ Exponentials combine(const Exponentials *parts, int64_t count) {
   return all;
 }
 
-// Calls done(row, Exponentials) for each row, in order; false if out of memory.
+int64_t parts_of(int64_t columns) { return (columns + CHUNK - 1) / CHUNK; }
+
+// Calls work(i, row, first element, elements) for all parts of CHUNK of all rows, i in their order.
+template <class Work>
+void share_parts(const toast_vectors &x, int64_t columns, const Work &work) {
+  const int64_t parts = parts_of(columns);
+  share(x.count * parts, columns < CHUNK ? columns : CHUNK, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; i++) {
+      const int64_t from = i % parts * CHUNK;
+      work(i, i / parts, from, std::min(columns - from, CHUNK));
+    }
+  });
+}
+
+// Calls done(row, Exponentials, those of its parts) for each row, in order; false if out of memory.
 template <class Done>
 bool reduce_rows(const toast_vectors &x, int64_t columns, const Done &done) {
   const RowInstructions &code = *instructions().rows;
-  const int64_t parts = (columns + CHUNK - 1) / CHUNK;
+  const int64_t parts = parts_of(columns);
   auto found = memory<Exponentials>(x.count * parts);
   if (!found) return false;
-  share(x.count * parts, columns < CHUNK ? columns : CHUNK, [&](int64_t first, int64_t end) {
-    for (int64_t i = first; i < end; i++) {
-      const int64_t row = i / parts, from = i % parts * CHUNK;
-      const int64_t count = columns - from < CHUNK ? columns - from : CHUNK;
-      found[i] = code.exponentials(x.type, x.data, row * x.stride + from, count);
-    }
+  share_parts(x, columns, [&](int64_t i, int64_t row, int64_t from, int64_t count) {
+    found[i] = code.exponentials(x.type, x.data, row * x.stride + from, count);
   });
-  for (int64_t row = 0; row < x.count; row++) done(row, combine(&found[row * parts], parts));
+  for (int64_t row = 0; row < x.count; row++)
+    done(row, combine(&found[row * parts], parts), &found[row * parts]);
   return true;
 }
 
+// The first index in a row of its largest number, -1 if there is none. max_of(part): the largest in
+// a part of CHUNK.
+template <class Max>
+int64_t find_largest(const toast_vectors &x, int64_t columns, int64_t row, float max,
+                     const Max &max_of) {
+  for (int64_t from = 0; from < columns; from += CHUNK) {
+    if (max_of(from / CHUNK) != max) continue;  // a part of NaN only has -inf too
+    const int64_t at = row * x.stride + from, count = std::min(columns - from, CHUNK);
+    const int64_t found = instructions().rows->find(x.type, x.data, at, count, max);
+    if (found >= 0) return from + found;
+  }
+  return -1;
+}
+
 int softmax(const toast_vectors &x, int64_t columns, void *out, int out_type) {
-  const RowInstructions &code = *instructions().rows;
   auto rows = memory<Exponentials>(x.count);
   if (!rows) return 2;
-  if (!reduce_rows(x, columns, [&](int64_t row, Exponentials sums) { rows[row] = sums; })) return 2;
-  const int64_t parts = (columns + CHUNK - 1) / CHUNK;
-  share(x.count * parts, columns < CHUNK ? columns : CHUNK, [&](int64_t first, int64_t end) {
-    for (int64_t i = first; i < end; i++) {
-      const int64_t row = i / parts, from = i % parts * CHUNK;
-      const int64_t count = columns - from < CHUNK ? columns - from : CHUNK;
-      code.softmax(x.type, x.data, row * x.stride + from, count, rows[row], out, out_type,
-                   row * columns + from);
-    }
+  auto keep = [&](int64_t row, Exponentials sums, auto) { rows[row] = sums; };
+  if (!reduce_rows(x, columns, keep)) return 2;
+  share_parts(x, columns, [&](int64_t, int64_t row, int64_t from, int64_t count) {
+    instructions().rows->softmax(x.type, x.data, row * x.stride + from, count, rows[row], out,
+                                 out_type, row * columns + from);
   });
   return 0;
 }
 
 int largest(const toast_vectors &x, int64_t columns, uint32_t *out) {
-  const RowInstructions &code = *instructions().rows;
-  const int64_t parts = (columns + CHUNK - 1) / CHUNK;
+  const int64_t parts = parts_of(columns);
   auto max = memory<float>(x.count * parts);
   if (!max) return 2;
-  auto in_part = [&](int64_t i, auto &&work) {
-    const int64_t from = i % parts * CHUNK;
-    return work(i / parts * x.stride + from, columns - from < CHUNK ? columns - from : CHUNK);
-  };
-  share(x.count * parts, columns < CHUNK ? columns : CHUNK, [&](int64_t first, int64_t end) {
-    for (int64_t i = first; i < end; i++)
-      max[i] = in_part(i, [&](int64_t at, int64_t n) { return code.max(x.type, x.data, at, n); });
+  share_parts(x, columns, [&](int64_t i, int64_t row, int64_t from, int64_t count) {
+    max[i] = instructions().rows->max(x.type, x.data, row * x.stride + from, count);
   });
   for (int64_t row = 0; row < x.count; row++) {
     const float *own = &max[row * parts], number = *std::max_element(own, own + parts);
-    int64_t found = -1;
-    for (int64_t part = 0; part < parts && found < 0; part++) {
-      if (own[part] != number) continue;  // a part of NaN only has -inf too
-      found = in_part(row * parts + part, [&](int64_t at, int64_t n) {
-        return code.find(x.type, x.data, at, n, number);
-      });
-      if (found >= 0) found += part * CHUNK;
-    }
+    auto max_of = [&](int64_t part) { return own[part]; };
+    const int64_t found = find_largest(x, columns, row, number, max_of);
     out[row] = uint32_t(found < 0 ? 0 : found);
   }
   return 0;
@@ -262,9 +270,8 @@ int toast_convolve(const toast_convolution *convolution, void *out, int32_t out_
   share(c.batch * parts, CHANNEL_BLOCK * c.kernel * (c.length + 1),
         [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i++) {
-      const int64_t from = i % parts * CHANNEL_BLOCK, left = c.channels - from;
-      code.convolve(c, i / parts, from, from + (left < CHANNEL_BLOCK ? left : CHANNEL_BLOCK), out,
-                    out_type);
+      const int64_t from = i % parts * CHANNEL_BLOCK;
+      code.convolve(c, i / parts, from, std::min(from + CHANNEL_BLOCK, c.channels), out, out_type);
     }
   });
   return 0;
@@ -277,7 +284,7 @@ int toast_softmax(const toast_vectors *x, int64_t columns, void *out, int32_t ou
 
 int toast_log_sum_exp(const toast_vectors *x, int64_t columns, float *out) {
   if (!toast::is_type(x->type)) return 1;
-  return toast::reduce_rows(*x, columns, [&](int64_t row, toast::Exponentials sums) {
+  return toast::reduce_rows(*x, columns, [&](int64_t row, auto sums, auto) {
     const bool ends = sums.max == INFINITY || !sums.sum;
     out[row] = ends ? sums.max : sums.max + logf(sums.sum);
   }) ? 0 : 2;
@@ -285,11 +292,13 @@ int toast_log_sum_exp(const toast_vectors *x, int64_t columns, float *out) {
 
 int toast_distribution(const toast_vectors *x, int64_t columns, float *out) {
   if (!toast::is_type(x->type)) return 1;
-  return toast::reduce_rows(*x, columns, [&](int64_t row, toast::Exponentials sums) {
+  return toast::reduce_rows(*x, columns, [&](int64_t row, auto sums, auto *parts) {
     const float log_sum = sums.sum ? logf(sums.sum) : NAN;
-    out[3 * row] = sums.max;
-    out[3 * row + 1] = log_sum;
-    out[3 * row + 2] = log_sum - sums.weighted / sums.sum;
+    out[4 * row] = sums.max;
+    out[4 * row + 1] = log_sum;
+    out[4 * row + 2] = log_sum - sums.weighted / sums.sum;
+    auto max_of = [&](int64_t part) { return parts[part].max; };
+    out[4 * row + 3] = float(toast::find_largest(*x, columns, row, sums.max, max_of));
   }) ? 0 : 2;
 }
 

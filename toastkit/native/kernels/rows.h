@@ -68,8 +68,8 @@ TOAST_API int toast_add_rows(float *x, int64_t count, int64_t columns, const flo
 TOAST_API int toast_softmax(const toast_vectors *x, int64_t columns, void *out, int32_t out_type);
 TOAST_API int toast_log_sum_exp(const toast_vectors *x, int64_t columns, float *out);
 
-// For each row, float32 (count, 3): the max, the log of the sum of exp(x - max), and the entropy of
-// the softmax in nats. NaN for rows of -inf only.
+// For each row, float32 (count, 4): the max, the log of the sum of exp(x - max), the entropy of the
+// softmax in nats, and the first index of the max, exact below 2^24. NaN for rows of -inf only.
 TOAST_API int toast_distribution(const toast_vectors *x, int64_t columns, float *out);
 
 // Argmax of each row, uint32 (count); the first of equals. NaN is ignored; 0 if there is nothing

@@ -163,21 +163,23 @@ class PipeRun:
 
     @property
     def _measured(self) -> bool:
-        """True if the entropy of each step is wanted."""
+        """True if a summary of each step is wanted."""
         return self._ring is not None or self._end.follower is not None
 
     def _sent(self, state: State, values: memoryview[float]) -> Array | Reference:
         """A state's logits, float32 (vocab,), as put into a frame."""
         if self._ring is not None:
-            return self._ring.write(values, state.entropy)
+            return self._ring.write(values, state.summary)
         return Array("float32", (len(values),), values.cast("B"))
 
     def _follow(self, frame: Logits, state: State) -> None:
         """Choose the gear of the pass after a state's logits."""
         if self._end.follower is None:
             return
-        entropy = state.entropy()
-        if entropy is None:
+        summary = state.summary()
+        if summary is not None:
+            entropy = summary.entropy
+        else:
             import numpy as np
 
             from toastkit.gears.monitor import EntropyMeter
