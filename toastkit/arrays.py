@@ -5,7 +5,6 @@ Imports neither MLX nor numpy: a dtype is a name and a payload is bytes until a 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +115,9 @@ def _array_bytes(dtype: Any, shape: Any) -> int:
         raise Invalid("an array of an unknown dtype")
     if type(shape) is not tuple or len(shape) > 8:
         raise Invalid("an array of an impossible shape")
-    if not all(type(n) is int and 0 <= n < 2**40 for n in shape):
-        raise Invalid("an array of an impossible shape")
-    return ITEM_BYTES[dtype] * math.prod(shape)
+    size = ITEM_BYTES[dtype]
+    for n in shape:
+        if type(n) is not int or not 0 <= n < 2**40:
+            raise Invalid("an array of an impossible shape")
+        size *= n
+    return size

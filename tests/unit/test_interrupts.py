@@ -1,4 +1,4 @@
-"""Signals that ask a stage to stop, while it waits in poll(2) and before."""
+"""Signals that ask a stage to stop, while it waits in poll(2) and before; how else it waits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -30,6 +32,20 @@ from toastkit.commands.sample import main
 """
 
 
+@contextmanager
+def piped_in() -> Iterator[int]:
+    """The writing end of a pipe that is stdin meanwhile."""
+    read, write = os.pipe()
+    saved = os.dup(0)
+    os.dup2(read, 0)
+    try:
+        yield write
+    finally:
+        os.dup2(saved, 0)
+        for fd in (read, write, saved):
+            os.close(fd)
+
+
 def test_a_signal_on_another_thread_ends_a_wait(signals: Signals) -> None:
     """As one does that comes between Python's look for signals and the system call: the call is not
     interrupted, and Python's handler runs when it is over."""
@@ -49,10 +65,7 @@ def test_other_signals_end_no_wait(
     """A warning of low memory wakes a reader, which goes on to read."""
     warned: list[int] = []
     signals.on_memory_warning(lambda: warned.append(1))
-    read, write = os.pipe()
-    saved = os.dup(0)
-    os.dup2(read, 0)
-    try:
+    with piped_in() as write:
         source = WatchedInput(signals=signals)
         os.kill(os.getpid(), signal.SIGUSR1)
         threading.Timer(0.05, lambda: os.write(write, b"x")).start()
@@ -61,10 +74,21 @@ def test_other_signals_end_no_wait(
         poll = select.poll()
         poll.register(signals.fileno(), select.POLLIN)
         assert poll.poll(0) == []  # it would spin
-    finally:
-        os.dup2(saved, 0)
-        for fd in (read, write, saved):
-            os.close(fd)
+
+
+@pytest.mark.parametrize("rest, taken", [(0.0, b"c"), (0.5, b"cd")])
+def test_what_comes_fast_is_taken_together(rest: float, taken: bytes) -> None:
+    """A stream that has shown that it is fast; nothing waits before."""
+    with piped_in() as write:
+        source = WatchedInput(rest=rest)
+        for part in (b"a", b"b"):
+            os.write(write, part)
+            assert source.read1(9) == part
+        os.write(write, b"c")
+        later = threading.Timer(0.1, lambda: os.write(write, b"d"))
+        later.start()
+        assert source.read1(9) == taken
+        later.join()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

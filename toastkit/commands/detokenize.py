@@ -9,6 +9,8 @@ from toastkit.commands import cli, options
 from toastkit.frames import End, Frame, Head, Text
 from toastkit.text.exact_numbers import counted
 
+REST = 0.002  # seconds: nobody sees text come sooner, and each time decode may be interrupted
+
 
 @cli.command("detokenize")
 @options.model
@@ -48,6 +50,7 @@ def detokenize(**flags) -> int:
     code = run_filter(
         lambda frames, signals: stage(frames, tokenizer_for, settings, PipeFeed(), outcome),
         write=write,
+        rest=REST,
     )
     return code or check_length(outcome, flags["fail_on_length"])
 

@@ -24,16 +24,20 @@ from toastkit.frames import End, Error, Frame, FrameReader, FrameWriter, Head, T
 from toastkit.interrupts import Signals
 from toastkit.stages.streams import BEGIN
 
+INPUT = [(0, select.POLLIN)]  # nothing but input
 GRACE = 1.0  # seconds to wait for the end of a run after a signal, which decode got too
 
 
 class WatchedInput:
     """stdin as a binary stream whose reads end with BrokenPipeError once stdout's reader is gone,
     which a filter waiting for input would otherwise never notice. signals: shortly after the first,
-    the stream ends."""
+    the stream ends. rest: seconds between two reads of a stream whose parts come faster, to take
+    several at once."""
 
-    def __init__(self, first: bytes = b"", signals: Signals | None = None):
+    def __init__(self, first: bytes = b"", signals: Signals | None = None, rest: float = 0):
         self._first = first
+        self._rest = rest
+        self._read_at = self._next_at = 0.0
         self.began = first[:1]  # the first byte of the stream, once read
         self._poll = select.poll()
         self._poll.register(0, select.POLLIN)
@@ -49,11 +53,16 @@ class WatchedInput:
         if self._first:
             first, self._first = self._first, b""
             return first
+        if self._rest:
+            time.sleep(max(self._next_at - time.monotonic(), 0))
         while True:
             left = None if self._until is None else (self._until - time.monotonic()) * 1000
             if left is not None and left <= 0:
                 return b""
-            ready = dict(self._poll.poll(left))
+            events = self._poll.poll(left)
+            if events == INPUT:
+                return self._read(size)
+            ready = dict(events)
             if ready.get(1, 0) & GONE:
                 raise BrokenPipeError
             signals = self._signals
@@ -61,11 +70,18 @@ class WatchedInput:
                 self._poll.unregister(signals.fileno())
                 self._until = time.monotonic() + GRACE
             if 0 in ready:
-                data = os.read(0, size)
-                self.began = self.began or data[:1]
-                return data
+                return self._read(size)
 
     read = read1
+
+    def _read(self, size: int) -> bytes:
+        data = os.read(0, size)
+        self.began = self.began or data[:1]
+        if self._rest:
+            before, self._read_at = self._read_at, time.monotonic()
+            fast = self._read_at - before < 1.5 * self._rest
+            self._next_at = self._read_at + self._rest if fast else 0.0
+        return data
 
 
 def frame_writer() -> FrameWriter:
@@ -90,12 +106,14 @@ class _ToNext(FrameWriter):
             ) from error
 
 
-def frames_in(first: bytes = b"", signals: Signals | None = None) -> Iterator[Frame]:
+def frames_in(
+    first: bytes = b"", signals: Signals | None = None, rest: float = 0
+) -> Iterator[Frame]:
     """The frames on stdin, see WatchedInput. first: bytes of them that were read already. Raises
     UsageError if stdin is a terminal."""
     if not first and os.isatty(0):
         raise UsageError("frames are not read from a terminal", hint=BEGIN)
-    source = WatchedInput(first, signals)
+    source = WatchedInput(first, signals, rest)
     try:
         yield from FrameReader(source)
     except FrameError as error:
@@ -110,21 +128,22 @@ def run_filter(
     first: bytes = b"",
     write: Callable[[Frame], None] | None = None,
     heeds: bool = False,
+    rest: float = 0,
 ) -> int:
     """Run a stage between stdin and stdout and return the exit code.
 
     build(frames, signals): the stage's generator. first: bytes of stdin that were read already.
     write(frame): handles each frame; by default it goes to stdout. heeds: the stage handles signals
-    itself; for others a signal ends the run. A failure is also sent on as an error frame, so that
-    the stages downstream end with the same code.
+    itself; for others a signal ends the run. rest: see WatchedInput. A failure is also sent on as
+    an error frame, so that the stages downstream end with the same code.
     """
     signals = Signals()
     sends_frames = write is None
     put = write or frame_writer().write
     if heeds:
-        frames = _patiently(frames_in(first), signals)
+        frames = _patiently(frames_in(first, rest=rest), signals)
     else:
-        frames = _ended(_patiently(frames_in(first, signals), signals), signals)
+        frames = _ended(_patiently(frames_in(first, signals, rest), signals), signals)
     stage = build(frames, signals)
     interrupted = False
     try:

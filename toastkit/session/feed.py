@@ -23,6 +23,7 @@ from toastkit.private_files import Descriptor, open_private
 READ_BYTES = 1 << 16
 OPEN_SECONDS = 5.0
 RETRY_SECONDS = 0.002
+ASKED = (None, *GEARS)
 
 _pack = msgpack.Packer().pack  # its buffer is a megabyte: make it once
 
@@ -89,7 +90,7 @@ def _message(fields: Any) -> FeedMessage:
     if not (type(token) is int and 0 <= token < 2**32) and not (end and token is None):
         raise DataError("cannot read the feed: id is not a token id")
     expected = fields.get("expected")
-    if not all(asked is None or asked in GEARS for asked in (gear, expected)):
+    if gear not in ASKED or expected not in ASKED:
         raise DataError("cannot read the feed: gear is not low, mid or high")
     return FeedMessage(pos, token, gear, end, expected)
 

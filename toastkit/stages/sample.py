@@ -55,14 +55,14 @@ def sample(
             reader.begin(frame)
             feed.begin(frame)
             sampler, options = sampler_for(frame)
-            run = _Run(frame, options)
+            run, likeliest = _Run(frame, options), options.likeliest
             yield _with_sampling(frame, options)
         elif run is None:
             yield frame
         elif isinstance(frame, Logits):
             if run.ended is not None:
                 continue  # a replayed stream continues beyond the end of this answer
-            known = reader.summary(frame.logits) if options.likeliest else None
+            known = reader.summary(frame.logits) if likeliest else None
             if known is None:
                 token = sampler.choose(reader.read(frame.logits), frame.pos, run.history)
             else:  # decode has found it
