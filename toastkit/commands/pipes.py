@@ -140,11 +140,8 @@ def run_filter(
     signals = Signals()
     sends_frames = write is None
     put = write or frame_writer().write
-    if heeds:
-        frames = _patiently(frames_in(first, rest=rest), signals)
-    else:
-        frames = _ended(_patiently(frames_in(first, signals, rest), signals), signals)
-    stage = build(frames, signals)
+    frames = frames_in(first, None if heeds else signals, rest)
+    stage = build(_patiently(frames, signals, heeds), signals)
     interrupted = False
     try:
         for frame in stage:
@@ -166,17 +163,13 @@ def run_filter(
     return signals.code or (130 if interrupted else 0)
 
 
-def _patiently(frames: Iterable[Frame], signals: Signals) -> Iterator[Frame]:
-    for frame in frames:
-        signals.graceful = True
-        yield frame
-
-
-def _ended(frames: Iterable[Frame], signals: Signals) -> Iterator[Frame]:
-    """Pass frames on, and end the run if a signal cut the stream short."""
+def _patiently(frames: Iterable[Frame], signals: Signals, heeds: bool) -> Iterator[Frame]:
+    """Pass frames on. From the first on signals are noted, no more; unless the stage heeds them,
+    the run ends if one cuts the stream short."""
     tokens: int | None = None  # of the open run
     try:
         for frame in frames:
+            signals.graceful = True
             kind = type(frame)
             if kind is Token and tokens is not None:
                 tokens += 1
@@ -186,9 +179,9 @@ def _ended(frames: Iterable[Frame], signals: Signals) -> Iterator[Frame]:
                 tokens = None
             yield frame
     except FrameError:  # cut off in the middle of a frame
-        if not signals:
+        if heeds or not signals:
             raise
-    if signals and tokens is not None:
+    if not heeds and signals and tokens is not None:
         yield End("interrupt", tokens)
 
 

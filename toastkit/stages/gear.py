@@ -19,9 +19,12 @@ def gear(frames: Iterable[Frame], rules: GearRules) -> Iterator[Frame]:
     follower, reader = Follower(rules), LogitsReader()
     hint = "toast-entropy-gear goes before toast-sample"
     whole = with_logits(whole_runs(frames, ends_run), hint)
-    for frame in followed(reader.listen(whole), follower):
+    for frame in whole:
         if isinstance(frame, Logits):
             follower.annotate(frame, reader.entropy(frame.logits))
+        else:
+            reader.learn(frame)
+            follower.learn(frame)
         yield frame
 
 
