@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -58,6 +59,7 @@ def library(tmp_path_factory, monkeypatch) -> str:
 @needed
 def test_a_step_that_waits_for_its_token_is_the_step(crumb, library, caches):
     one, two = caches
+    processors = os.sched_getaffinity(0)
     for token in PROMPT["greedy"][:3]:
         taken_back = Lookahead(crumb.step, two, sure=True)
         taken_back.hand_over(measured=True)
@@ -67,6 +69,9 @@ def test_a_step_that_waits_for_its_token_is_the_step(crumb, library, caches):
         ahead.hand_over(measured=True)
         assert mx.array_equal(ahead.run(token), logits)
         assert ahead.summary.read().entropy == pytest.approx(entropy_bits(logits).item(), abs=1e-4)
+    # The stream was woken on another processor than this thread's; it may run on any again.
+    for thread in os.listdir("/proc/self/task"):
+        assert os.sched_getaffinity(int(thread)) == processors
 
 
 @needed

@@ -1,6 +1,9 @@
 // A number that is not known yet, as an array: work that depends on it can be handed to MLX's
 // stream ahead of time, and starts the moment the number is named.
+#include <sched.h>
 #include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <condition_variable>
 #include <mutex>
@@ -16,6 +19,7 @@ namespace {
 std::mutex &naming = *new std::mutex;  // never destroyed: MLX's threads may outlive main
 std::condition_variable &named = *new std::condition_variable;
 bool leaving = false;  // the process is ending: do not wait any more
+pid_t waiting = 0;     // the thread that waits, if one does
 
 struct Awaited {
   bool known = false;
@@ -30,10 +34,35 @@ void leave() {
 }
 
 void wait_for(const Shared &one, const Arrays &arrays) {
+  static thread_local const pid_t own = pid_t(syscall(SYS_gettid));
   std::unique_lock<std::mutex> held(naming);
+  waiting = own;
   named.wait(held, [&] { return one->known || leaving; });
+  waiting = 0;
   *const_cast<mx::array &>(arrays[0]).data<uint32_t>() = one->number;
 }
+
+// While it lives a thread, 0 for none, is woken on another processor than this thread's, which goes
+// on working: Linux leaves it behind this one where both were and most processors are busy.
+class Elsewhere {
+ public:
+  explicit Elsewhere(pid_t thread) : thread_(thread) {
+    if (thread && !sched_getaffinity(thread, sizeof all_, &all_)) {
+      cpu_set_t others = all_;
+      CPU_CLR(sched_getcpu(), &others);
+      if (CPU_COUNT(&others) && !sched_setaffinity(thread, sizeof others, &others)) return;
+    }
+    thread_ = 0;
+  }
+  ~Elsewhere() {
+    if (thread_) sched_setaffinity(thread_, sizeof all_, &all_);
+  }
+  Elsewhere(const Elsewhere &) = delete;
+
+ private:
+  pid_t thread_;
+  cpu_set_t all_;
+};
 
 }  // namespace
 }  // namespace toast
@@ -57,8 +86,10 @@ TOAST_API const char *toast_awaited_array(void *out, void **place) {
 // Names the number and frees the handle.
 TOAST_API void toast_name_awaited(void *place, uint32_t number) {
   std::unique_ptr<toast::Shared> one(static_cast<toast::Shared *>(place));
-  std::lock_guard<std::mutex> held(toast::naming);
+  std::unique_lock<std::mutex> held(toast::naming);
   (*one)->known = true, (*one)->number = number;
+  const toast::Elsewhere elsewhere(toast::waiting);
+  held.unlock();  // or it would be woken twice
   toast::named.notify_all();
 }
 
