@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 import mlx.core as mx
 import pytest
@@ -59,7 +60,6 @@ def library(tmp_path_factory, monkeypatch) -> str:
 @needed
 def test_a_step_that_waits_for_its_token_is_the_step(crumb, library, caches):
     one, two = caches
-    processors = os.sched_getaffinity(0)
     for token in PROMPT["greedy"][:3]:
         taken_back = Lookahead(crumb.step, two, sure=True)
         taken_back.hand_over(measured=True)
@@ -69,9 +69,38 @@ def test_a_step_that_waits_for_its_token_is_the_step(crumb, library, caches):
         ahead.hand_over(measured=True)
         assert mx.array_equal(ahead.run(token), logits)
         assert ahead.summary.read().entropy == pytest.approx(entropy_bits(logits).item(), abs=1e-4)
-    # The stream was woken on another processor than this thread's; it may run on any again.
-    for thread in os.listdir("/proc/self/task"):
-        assert os.sched_getaffinity(int(thread)) == processors
+
+
+def _allowed() -> dict[int, set[int]]:
+    """The processors that each thread of this process may use."""
+    found = {}
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with suppress(ProcessLookupError):  # it has ended
+            found[thread] = os.sched_getaffinity(thread)
+    return found
+
+
+def _allow(processors: dict[int, set[int]]) -> None:
+    for thread, allowed in processors.items():
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(thread, allowed)
+
+
+@needed
+def test_a_stream_that_was_woken_may_run_on_any_processor_again(crumb, library, caches):
+    """It is woken on another than this thread's."""
+    before = _allowed()
+    try:
+        _allow({thread: set(range(os.cpu_count() or 1)) for thread in before})
+        wanted = _allowed()  # conftest.py had bound them to one
+        for token in PROMPT["greedy"][:3]:
+            ahead = Lookahead(crumb.step, caches[0], sure=True)
+            ahead.hand_over()
+            mx.eval(ahead.run(token))
+            now = _allowed()
+            assert all(now.get(thread, allowed) == allowed for thread, allowed in wanted.items())
+    finally:
+        _allow(before)
 
 
 @needed
