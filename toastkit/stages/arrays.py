@@ -60,15 +60,11 @@ class LogitsReader:
         self._vocab, self._run, self._meter = head.vocab, head.run, None
 
     def listen(self, frames: Iterable[Frame]) -> Iterator[Frame]:
-        """Pass frames on, and learn from them."""
+        """Pass frames on, noting the heads, which say where the arrays are."""
         for frame in frames:
-            self.learn(frame)
+            if isinstance(frame, Head):
+                self.begin(frame)
             yield frame
-
-    def learn(self, frame: Frame) -> None:
-        """Note a head, which says where the arrays are."""
-        if isinstance(frame, Head):
-            self.begin(frame)
 
     def read(self, logits: Any) -> np.ndarray:
         """The logits of a frame, inline, by reference or a device array: float32 (vocab,), valid

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from toastkit.frames import Frame, Logits, Token
+from toastkit.frames import Frame, Head, Logits, Token
 from toastkit.stages.follow import Follower, GearRules
 from toastkit.stages.streams import ends_run, whole_runs, with_logits
 
@@ -23,7 +23,8 @@ def gear(frames: Iterable[Frame], rules: GearRules) -> Iterator[Frame]:
         if isinstance(frame, Logits):
             follower.annotate(frame, reader.entropy(frame.logits))
         else:
-            reader.learn(frame)
+            if isinstance(frame, Head):
+                reader.begin(frame)
             follower.learn(frame)
         yield frame
 
