@@ -17,15 +17,11 @@ from typing import NamedTuple  # after that: it imports much
 
 class Command(NamedTuple):
     """name: of the module, and of the program without its `toast-` prefix. summary: one line, also
-    the man page's `.Nd`. reads, writes: formats on stdin and stdout
-    ("text", "frames", "json", ...). plumbing: a stage or a tool for streams, which has a shim in
-    bin/; the others are for people."""
+    the man page's `.Nd`. writes: formats on stdout ("text", "frames", "json", ...)."""
 
     name: str
     summary: str
-    reads: str
     writes: str
-    plumbing: bool = True
 
     @property
     def program(self) -> str:
@@ -39,26 +35,16 @@ def program_name(name: str) -> str:
 
 
 COMMANDS = (
-    Command("tokenize", "turn a prompt into token frames", "text", "frames"),
-    Command("prefill", "run a prompt through the model into a session", "frames", "frames"),
-    Command(
-        "decode", "answer a prompt, or emit logits step by step", "text or frames", "text or frames"
-    ),
-    Command("entropy-gear", "annotate logits with entropy and gear", "frames", "frames"),
-    Command("sample", "draw tokens from logits", "frames", "frames"),
-    Command("detokenize", "turn token frames into text", "frames", "text"),
-    Command("frames", "convert, check and count frames", "frames or json", "frames or json"),
-    Command("feed", "send tokens to a waiting decode", "ids, json or frames", "frames"),
-    Command("model", "list, fetch, convert and check models", "", "text or json", plumbing=False),
-    Command(
-        "perplexity",
-        "measure how well a model predicts texts",
-        "text",
-        "text or json",
-        plumbing=False,
-    ),
-    Command(
-        "toast", "ask a language model, or chat with it", "text", "text or json", plumbing=False
-    ),
-    Command("toasted", "keep a model loaded and remember conversations", "", "", plumbing=False),
+    Command("tokenize", "turn a prompt into token frames", "frames"),
+    Command("prefill", "run a prompt through the model into a session", "frames"),
+    Command("decode", "answer a prompt, or emit logits step by step", "text or frames"),
+    Command("entropy-gear", "annotate logits with entropy and gear", "frames"),
+    Command("sample", "draw tokens from logits", "frames"),
+    Command("detokenize", "turn token frames into text", "text"),
+    Command("frames", "convert, check and count frames", "frames or json"),
+    Command("feed", "send tokens to a waiting decode", "frames"),
+    Command("model", "list, fetch, convert and check models", "text or json"),
+    Command("perplexity", "measure how well a model predicts texts", "text or json"),
+    Command("toast", "ask a language model, or chat with it", "text or json"),
+    Command("toasted", "keep a model loaded and remember conversations", ""),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -141,9 +140,10 @@ def sessions(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Named sessions, and directories."""
+    from toastkit.model.locate import listed
     from toastkit.session.names import sessions_root
 
-    return beginning(incomplete, _listed(sessions_root())) + files(context, parameter, incomplete)
+    return beginning(incomplete, listed(sessions_root())) + files(context, parameter, incomplete)
 
 
 def chats(
@@ -151,8 +151,9 @@ def chats(
 ) -> list[CompletionItem]:
     """Named conversations, which have no slash in their name."""
     from toastkit.client.chats import SUFFIX, chats_root
+    from toastkit.model.locate import listed
 
-    names = [name for name in _listed(chats_root()) if name.endswith(SUFFIX)]
+    names = [name for name in listed(chats_root()) if name.endswith(SUFFIX)]
     return _only(beginning(incomplete, [name.removesuffix(SUFFIX) for name in names]))
 
 
@@ -161,14 +162,6 @@ def _only(items: list[CompletionItem]) -> list[CompletionItem]:
     from click.shell_completion import CompletionItem
 
     return [*items, CompletionItem("_", type="none")]
-
-
-def _listed(folder: os.PathLike[str]) -> list[str]:
-    """The valid names in a folder."""
-    try:
-        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    except OSError:
-        return []
 
 
 def beginning(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:

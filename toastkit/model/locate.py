@@ -116,11 +116,12 @@ def names_here() -> list[str]:
 
 def removable_names() -> list[str]:
     """Return the names in toastkit's own folder, and of repositories in the hub's cache."""
-    own = [name.removesuffix(toast_format.SUFFIX) for name in _listed(models_home())]
-    return [*own, *filter(None, map(hub_id_of, _listed(hub_cache())))]
+    own = [name.removesuffix(toast_format.SUFFIX) for name in listed(models_home())]
+    return [*own, *filter(None, map(hub_id_of, listed(hub_cache())))]
 
 
-def _listed(folder: Path) -> list[str]:
+def listed(folder: os.PathLike[str]) -> list[str]:
+    """The valid names in a folder."""
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError:
