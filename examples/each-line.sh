@@ -3,7 +3,7 @@
 # answer, but starts a process and loads the model for every line; --each-line loads it once.
 # Usage: each-line.sh [FILE]
 set -eu
-if [ $# -gt 0 ] && ! [ -r "$1" ]; then
+if [ $# -gt 0 ] && { ! [ -r "$1" ] || [ -d "$1" ]; }; then
     echo "each-line.sh: cannot read $1" >&2
     exit 66
 fi

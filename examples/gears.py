@@ -12,7 +12,10 @@ import sys
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when the reader goes away
 last = None
 for line in sys.stdin:
-    step = json.loads(line)
+    try:
+        step = json.loads(line)
+    except ValueError:
+        sys.exit("gears.py: this is no JSON: give toast-decode --json")
     if "end" not in step and step.get("gear") != last:
         last = step["gear"]
         print(f"[{last}]", end="")

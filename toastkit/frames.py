@@ -352,7 +352,7 @@ def _reason(error: Exception) -> str:
         return "a string that is not UTF-8"
     if isinstance(error, msgpack.StackError):
         return "nested too deep"
-    text = str(error).split("\n")[0] or "not msgpack"
+    text = str(error).split("\n")[0].replace("code must be 0~127", "") or "not msgpack"
     return "a map key that is not a string" if "strict_map_key" in text else text
 
 

@@ -91,7 +91,7 @@ def test_with_free_places_nobody_waits(start, plain: Plain) -> None:
     running = start(parallel=2, max_queue=0)
     running.hold()
     second = running.ask()
-    with pytest.raises(BusyError):
+    with pytest.raises(BusyError, match="busy: none may wait"):
         running.ask("Why?")
     done(second)
     assert answer_of(second) == plain.answer(PROMPT)

@@ -82,11 +82,13 @@ def test_extract(ask: Run, home: Path) -> None:
     assert kept(home) == ["hi", text]
 
 
-def test_nothing_to_extract(ask: Run, home: Path) -> None:
-    with FakeDaemon(HELLO) as daemon:
+@pytest.mark.parametrize("said", [("Hello ", "there."), ("```py", "thon")])
+def test_nothing_to_extract(ask: Run, home: Path, said: tuple[str, str]) -> None:
+    """No block, or one cut off before its first line."""
+    with FakeDaemon(answer(*said)) as daemon:
         message, _ = lines_of(ask(daemon, "-x", "hi"), "toast", 65)
     assert message == "the answer holds no code block"
-    assert kept(home) == ["hi", "Hello there."], "toast -c can ask for one"
+    assert kept(home) == ["hi", "".join(said)], "toast -c can ask for one"
 
 
 def test_usage_and_verbose(ask: Run) -> None:

@@ -115,6 +115,8 @@ USAGE = [
     ("tokenize", ["--template-arg", "a=1", "--template-arg", "a=2", "hi"], "a is given twice"),
     ("tokenize", ["--raw", "--template-arg", "a=1", "hi"], "--raw has no template"),
     ("tokenize", ["--raw", "--tools", "x", "hi"], "--raw has no template"),
+    ("tokenize", ["--raw", "--no-generation-prompt", "hi"], "--raw opens no turn"),
+    ("tokenize", ["-m", "", "hi"], "-m: an empty name is no model"),
     *(
         (name, ["--messages", "-", "--tools", "-"], "--messages and --tools cannot both be")
         for name in ("tokenize", "decode")

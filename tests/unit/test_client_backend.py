@@ -159,7 +159,8 @@ def test_the_daemon_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
         assert said == [f"using the daemon at {daemon.path}"]
         backend = choose_backend(Wanted(say=said.append, socket=daemon.path, insist=True))
         assert isinstance(backend, SocketBackend) and len(said) == 1
-        assert isinstance(choose_backend(Wanted(here=True)), LocalBackend)
+        here = choose_backend(Wanted(here=True, say=said.append, verbose=True))
+        assert isinstance(here, LocalBackend) and said[1:] == ["running in this process"]
 
 
 def test_without_a_daemon_it_is_this_process(tmp_path: Path) -> None:

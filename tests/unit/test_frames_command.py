@@ -57,10 +57,13 @@ def test_frames_are_checked_and_counted() -> None:
     def checked(stdin: bytes) -> bytes:
         return here("frames", "--validate", stdin=stdin).stdout
 
-    open_end = "the last one without an end\n"
+    open_end = "1 without an end\n"
     assert checked(STREAM * 2) == b"ok: 10 frames, 2 runs\n"
     assert checked(STREAM + dumps(RUN[0])).decode() == f"ok: 6 frames, 2 runs, {open_end}"
     assert checked(dumps(RUN[0])).decode() == f"ok: 1 frame, 1 run, {open_end}"
+    assert checked(dumps(RUN[0]) + STREAM).decode() == f"ok: 6 frames, 2 runs, {open_end}"
+    assert checked(dumps(RUN[0]) * 2) == b"ok: 2 frames, 2 runs, 2 without an end\n"
+    lines_of(here("frames", "--validate", stdin=b""), "frames", 65)
     message, _ = lines_of(here("frames", "--validate", stdin=STREAM[:-1]), "frames", 65)
     assert message == f"cannot read frame 5 at byte {len(STREAM) - len(dumps(RUN[4]))}: truncated"
     lines_of(here("frames", "--validate", stdin=dumps(RUN[1])), "frames", 65)

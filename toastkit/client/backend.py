@@ -60,6 +60,8 @@ def choose_backend(wanted: Wanted, interrupts: Signals | None = None) -> Backend
     Raises UnavailableError if a daemon is required and none answers.
     """
     if wanted.here:
+        if wanted.verbose:
+            wanted.say("running in this process")
         return _this_process(wanted, interrupts)
     daemon = _daemon(wanted, interrupts)
     if daemon is None:

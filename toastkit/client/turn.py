@@ -181,10 +181,10 @@ def _check(reply: Reply) -> None:
 
 
 def _print_block(text: str) -> None:
-    """Print the first fenced block. Raises DataError if there is none."""
+    """Print the first fenced block. Raises DataError if there is none, or nothing in it."""
     from toastkit.client.extract import first_block
 
     block = first_block(text)
-    if block is None:
+    if not block:
         raise DataError("the answer holds no code block", hint="without -x all of it is printed")
     write_text(block)

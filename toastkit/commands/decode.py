@@ -25,7 +25,7 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 
 @cli.command("decode")
 @options.prompt
-@options.model
+@options.model("crumb; of frames, the stream's")
 @options.session
 @options.prompting
 @options.reading

@@ -13,7 +13,7 @@ REST = 0.002  # seconds: nobody sees text come sooner, and each time decode may 
 
 
 @cli.command("detokenize")
-@options.model
+@options.model("the stream's")
 @options.stop
 @options.keep_special
 @options.echo

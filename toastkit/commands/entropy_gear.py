@@ -22,7 +22,7 @@ CALIBRATION_NAMES = ("model", "raw", *MEASURE_NAMES)
     "--calibrate", "strategy", metavar="prefill|prompts|FILE|off", allow_from_autoenv=False,
     help="Measure a model's thresholds and store them, or forget them. Reads no frames.",
 )  # fmt: skip
-@options.model
+@options.model("crumb")
 @click.option("--raw", is_flag=True, help="Read the text as it stands: no chat template.")
 @options.engine
 def entropy_gear(strategy: str | None, **flags) -> int:

@@ -13,7 +13,7 @@ import click
 from toastkit.commands import cli, options
 from toastkit.commands.sizes import IntegerRange
 from toastkit.descriptors import is_pipe
-from toastkit.errors import FrameError, UsageError, did_you_mean
+from toastkit.errors import DataError, FrameError, UsageError, did_you_mean
 from toastkit.frames import KINDS, End, Frame, Head
 from toastkit.stages.arrays import LogitsReader
 from toastkit.text.exact_numbers import counted
@@ -139,18 +139,24 @@ def _statistics(flags: dict[str, Any], chosen: Callable) -> int:
 
 
 def _validate(flags: dict[str, Any]) -> int:
-    count = runs = 0
+    from toastkit.stages.streams import BEGIN
+
+    count = runs = unended = 0
     inside = False
     for frame in _input(flags):
         count += 1
         if isinstance(frame, Head):
             runs += 1
+            unended += inside
             inside = True
         elif runs == 0:
             raise FrameError(f"frame {count} comes before any head", 0)
         elif isinstance(frame, End):
             inside = False
-    still_open = ", the last one without an end" if inside else ""
+    if count == 0:
+        raise DataError("no frames on input", hint=BEGIN)
+    unended += inside
+    still_open = f", {unended} without an end" if unended else ""
     print(f"ok: {counted(count, 'frame')}, {counted(runs, 'run')}{still_open}")
     return 0
 

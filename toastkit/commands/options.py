@@ -59,11 +59,22 @@ class Text(click.ParamType):
 
 
 prompt = click.argument("prompt", nargs=-1, type=Text())
-model = click.option(
-    "-m", "--model", metavar="MODEL", shell_complete=completion.models,
-    help="Checkpoint: a directory, a .toast file, a hub id (org/name), a name of toast-model list; "
-    "or crumb, the embedded model (default).",
-)  # fmt: skip
+
+
+def model(default: str) -> Callable:
+    """-m. default: the model that is meant without it, for the help."""
+    return click.option(
+        "-m", "--model", metavar="MODEL", callback=_some_model, shell_complete=completion.models,
+        help="Checkpoint: a directory, a .toast file, a hub id (org/name), a name of toast-model "
+        f"list; or crumb, the embedded model (default: {default}).",
+    )  # fmt: skip
+
+
+def _some_model(context: click.Context, parameter: click.Parameter, value: str | None):
+    """Refuse an empty name, as of a variable that is not set."""
+    if value == "":
+        raise UsageError("-m: an empty name is no model")
+    return value
 
 
 def model_name(flags: dict[str, Any]) -> str:
@@ -241,7 +252,7 @@ sampling = together(
                  help="Add B to the logit of token ID. Repeatable."),
     click.option("--ban", multiple=True, type=Integer(), metavar="ID", help="Never draw token ID."),
     click.option("--seed", type=IntegerRange(0, 2**64 - 1), metavar="N",
-                 help="Seed of the draws (default: a new one, written into the stream)."),
+                 help="Seed of the draws (default: a new one)."),
     click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-turn token."),
     click.option("--top", type=IntegerRange(0, 1000), metavar="N", default=0,
                  help="List the N most likely alternatives of each token."),

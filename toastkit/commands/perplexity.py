@@ -37,7 +37,7 @@ STDIN = "-"
 
 @cli.command("perplexity")
 @click.argument("files", nargs=-1, type=click.Path(allow_dash=True))
-@options.model
+@options.model("crumb")
 @click.option(
     "--context", "window_tokens", type=IntegerRange(1), metavar="N",
     help=f"Most tokens that a token is predicted from (default: {WINDOW}).",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @cli.command("prefill")
-@options.model
+@options.model("the stream's")
 @options.session
 @options.reading
 @policy_flags.prompt_policies

@@ -29,6 +29,8 @@ def prompt_tokenizer(flags: dict[str, Any], later: bool = False) -> PromptTokeni
 
     if flags["raw"] and (flags["template_arg"] or flags["tools"] is not None):
         raise UsageError("--raw has no template: leave --template-arg and --tools out")
+    if flags["raw"] and flags["no_generation_prompt"]:
+        raise UsageError("--raw opens no turn: leave --no-generation-prompt out")
     _check_stdin(flags)
     files = checkpoint(flags)
     options = PromptOptions(

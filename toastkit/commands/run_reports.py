@@ -66,7 +66,6 @@ def counted_residency(report: Mapping[str, Any]) -> str:
 
 def counted_experts(report: Mapping[str, Any]) -> str:
     """An ExpertsPolicy's report in words."""
-
     k, little_k, mode = report["k"], report["little_k"], report["mode"]
     words = counted(report["steps"], "step") if "steps" in report else "no steps"
     if mode != "mobile":

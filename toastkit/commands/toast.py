@@ -32,7 +32,7 @@ OF_THIS_PROCESS = ("device", "dtype", "kv_bits", *NativeOptions._fields, "gear")
 
 @cli.command("toast")
 @options.prompt
-@options.model
+@options.model("the daemon's, or crumb")
 @click.option("-c", "--continue", "go_on", is_flag=True, help="Continue the last conversation.")
 @click.option(
     "--session", metavar="NAME", shell_complete=completion.chats,

@@ -47,7 +47,7 @@ def _actions(context: click.Context, parameter: click.Parameter, incomplete: str
 
 @cli.command("toasted")
 @click.argument("action", required=False, shell_complete=_actions)
-@options.model
+@options.model("crumb")
 @click.option("--socket", metavar="PATH", help="Where it listens, or where it is asked.")
 @click.option("--daemon", is_flag=True, help="Go into the background, and return when ready.")
 @click.option("--pidfile", metavar="PATH", help="Pidfile (default: beside the socket).")

@@ -14,7 +14,7 @@ from toastkit.errors import UsageError
 
 @cli.command("tokenize")
 @options.prompt
-@options.model
+@options.model("crumb")
 @options.session
 @options.prompting
 @click.option(

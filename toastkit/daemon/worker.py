@@ -100,7 +100,7 @@ class Worker:
         self._waiting = [entry for entry in self._waiting if not entry[-1].gone]
         heapq.heapify(self._waiting)
         if (count := self.preparing + len(self._waiting)) >= most:
-            some = f"{counted(count, 'request')} {are(count)} waiting"
+            some = f"{counted(count, 'request')} {are(count)} waiting" if count else "none may wait"
             raise BusyError(f"busy: {some}", hint="try again later")
 
     def _do(self, job: Callable[[], None]) -> None:
