@@ -91,10 +91,17 @@ def test_with_free_places_nobody_waits(start, plain: Plain) -> None:
     running = start(parallel=2, max_queue=0)
     running.hold()
     second = running.ask()
-    with pytest.raises(BusyError, match="busy: none may wait"):
+    with pytest.raises(BusyError, match="busy: 1 request is waiting|busy: none may wait"):
         running.ask("Why?")
     done(second)
     assert answer_of(second) == plain.answer(PROMPT)
+
+
+def test_where_none_may_wait(start) -> None:
+    running = start(parallel=1, max_queue=0)
+    running.hold()
+    with pytest.raises(BusyError, match="busy: none may wait"):
+        running.ask("Why?")
 
 
 def test_the_more_important_come_first(start) -> None:
