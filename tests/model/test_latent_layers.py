@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.base import create_causal_mask
@@ -18,8 +19,9 @@ from tests.model.reference import OLD_MLX_LM, held_by
 from tests.model.test_native_blocks import both_ways, counted, library
 from tests.model.test_native_operations import alike
 from tests.native_library import needed, operations_of
-from toastkit.native.kv_caches import Room, keep_in
+from toastkit.native.kv_caches import Room, dequantise, keep_in, quantise
 from toastkit.native.layers import blocks
+from toastkit.native.layers.latent_attention import attend
 from toastkit.native.library import Library
 from toastkit.native.replacing import use_native
 
@@ -160,6 +162,35 @@ def test_caches_that_keep_fewer_bits(case: tuple, kept: mx.Dtype) -> None:
     times = {"one": len(own) * 2, "two": len(own) * 2}
     for a, b in zip(*both_ways(lambda: passes(own, 2, kept, arrays), **times)):
         assert alike(a, b, 5e-2 * max(1, mx.abs(b).max().item()))
+
+
+@pytest.mark.parametrize("larger", [0.0, 1e-3, 1.0, 100.0])
+def test_parts_in_8_bits_keep_their_own_scales(library: Library, larger: float) -> None:
+    """However large the RoPE part of keys is beside the latent, some of which are 0."""
+    numbers = np.random.default_rng(1)
+    wide = [mx.array(numbers.standard_normal((2, 1, 40, n)), mx.float32) for n in (64, 16)]
+    wide[0][:, :, 3:5] = 0
+    kept = [quantise(wide[0]), quantise(wide[1] * larger)]
+    layer = keep_in_8(kept)
+    latent, keys = layer.keys_and_values()
+    asked = mx.array(numbers.standard_normal((2, 4, 7, 80)), mx.float32)
+    asked[..., 64:] /= larger or 1
+    found = np.array(attend(library, asked, latent, keys, 0.2, "causal"))
+    both = np.concatenate([np.array(dequantise(one)) for one in kept], -1).astype(np.float64)
+    scores = 0.2 * np.array(asked, np.float64) @ both.swapaxes(-1, -2)
+    scores[..., np.triu(np.ones((7, 40), bool), 34)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = weights / weights.sum(-1, keepdims=True) @ both[..., :64]
+    assert np.abs(found - expected).max() < 1e-3
+
+
+def keep_in_8(kept: list[mx.array]) -> KVCache:
+    """A cache that holds these."""
+    layer = KVCache()
+    keep_in(mx.int8, [layer])
+    layer.keys, layer.values = kept
+    layer.offset = kept[0].shape[2]
+    return layer
 
 
 @each([KEPT[0], KEPT[2], OPENED[1]])

@@ -29,6 +29,7 @@ ROTATIONS = frozenset({"c35f2b94adeaab86", "557d06348de18238"})  # of 0.31, 0.32
 LARGEST = mx.finfo(mx.float16).max
 MAX_KEPT = 3e38  # in 8 bits: 127 times its scale is finite
 SCALE_BYTES = 4
+MOST = 127  # the largest number of a row in 8 bits
 
 # The kept array by the id of the wide one, while that lives: arrays of MLX take no attributes, and
 # compare by their numbers.
@@ -102,8 +103,8 @@ def quantise(x: mx.array) -> mx.array:
     if (library := in_use()) is not None:
         return library.quantise(x)
     x = mx.clip(x.astype(mx.float32), -MAX_KEPT, MAX_KEPT)
-    scale = mx.max(mx.abs(x), -1, keepdims=True) / 127
-    numbers = mx.clip(mx.round(x / scale), -127, 127)
+    scale = mx.max(mx.abs(x), -1, keepdims=True) / MOST
+    numbers = mx.clip(mx.round(x / scale), -MOST, MOST)
     bytes_ = mx.where(scale > 0, numbers, 0).astype(mx.int8)  # scale may be 0 or NaN
     return mx.concatenate([bytes_, scale.view(mx.int8)], -1)
 

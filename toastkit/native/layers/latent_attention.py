@@ -4,9 +4,8 @@ node or two, as with other attention (blocks.py); see glue/latent.h. Recognised 
 
 Absorbed: queries are projected to the latent space of the cache, as architectures do for a single
 position, rather than the cache expanded to each head: it may be long, and is read as stored. For
-many positions the RoPE part of keys is concatenated to the latent, for one attention operation. For
-a single position it is scored separately: the copy would take most of the time at a long
-context."""
+many positions the RoPE part of keys is put beside the latent, for one attention operation. For a
+single position it is scored separately: the copy would take most of the time at a long context."""
 
 from __future__ import annotations
 
@@ -15,10 +14,11 @@ from typing import Any
 import mlx.core as mx
 
 from toastkit.native.forms.common import HEADS, Heads, KnownAttention
-from toastkit.native.kv_caches import kept_of
+from toastkit.native.kv_caches import MOST, SCALE_BYTES, kept_of
 from toastkit.native.library import NONE, Library, objects
 from toastkit.native.operations import matmul
 
+LEAST = 1e-30  # to divide by
 EXPANDED = HEADS._replace(
     q="q_b_proj", k="kv_a_proj_with_mqa", v="kv_b_proj", heads="num_heads", key_heads="num_heads",
     q_norm="q_a_layernorm", k_norm="kv_a_layernorm", query_down="q_a_proj", latent="kv_lora_rank",
@@ -76,18 +76,33 @@ def attend(
     """Attention of queries (B, heads, L, latent + RoPE part): float32 (B, heads, L, latent), lazy.
     latent, keys: (B, 1, M, size), as caches return them."""
     stored, size = kept_of(latent), latent.shape[-1]
-    if queries.shape[2] > 1 or (isinstance(mask, mx.array) and mask.dtype != mx.bool_):
-        return library.attend(queries, _concatenate(library, latent, keys), stored, scale, mask)
     absorbed, rope_part = mx.split(queries, [size], axis=-1)
+    if queries.shape[2] > 1 or (isinstance(mask, mx.array) and mask.dtype != mx.bool_):
+        if stored.dtype == mx.int8:
+            rows, factors = _in_one_row(stored, keys)
+            queries = mx.concatenate([absorbed, *(rope_part * one for one in factors)], -1)
+        else:
+            rows = mx.concatenate([stored, kept_of(keys)], -1)
+        return library.attend(queries, rows, stored, scale, mask)
     scores = matmul(rope_part * scale, keys.swapaxes(-1, -2))
     if isinstance(mask, mx.array):
         scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
     return library.attend(absorbed, stored, stored, scale, scores)
 
 
-def _concatenate(library: Library, latent: mx.array, keys: mx.array) -> mx.array:
-    """Latent and RoPE part side by side, (B, 1, positions, both), in the cache's dtype."""
-    stored = [kept_of(latent), kept_of(keys)]
-    if stored[0].dtype != mx.int8:
-        return mx.concatenate(stored, -1)
-    return library.quantise(mx.concatenate([latent, keys], -1))
+def _in_one_row(latent: mx.array, keys: mx.array) -> tuple[mx.array, list[mx.array]]:
+    """Latents as kept in 8 bits, unchanged, and the RoPE part of keys (B, 1, M, size) floats, in
+    rows of one scale, the latent's: (B, 1, M, latent + 2 size + scale). That may be far from their
+    own, so keys become two numbers each, in blocks: of a unit, and of a 254th of it. Also returns
+    the factors of the queries' RoPE part for these blocks."""
+    numbers, scale_bytes = mx.split(latent, [-SCALE_BYTES], -1)
+    scale = scale_bytes.view(mx.float32)
+    scale = mx.where(scale > 0, scale, 1)  # of a latent that is 0
+    keys = keys / scale
+    unit = mx.maximum(mx.max(mx.abs(keys)), LEAST) / MOST
+    blocks, factors = [numbers], [unit, unit / (2 * MOST)]
+    for factor in factors:
+        digits = mx.round(keys / factor)
+        keys = keys - digits * factor
+        blocks.append(digits.astype(mx.int8))
+    return mx.concatenate([*blocks, scale.view(mx.int8)], -1), factors
