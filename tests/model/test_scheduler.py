@@ -10,6 +10,8 @@ from tests.model.service_driver import Asked, Driver, Engines, FakeChannel, Plai
 from toastkit.daemon import stepper as stepper_module
 from toastkit.daemon.memory import Memory
 from toastkit.engine.batch import can_batch
+from toastkit.errors import DataError
+from toastkit.session.directory import Session
 from toastkit.store.ledger import CACHE
 
 pytestmark = pytest.mark.usefixtures("homes")
@@ -287,6 +289,34 @@ def test_a_bug_in_giving_up_ends_one_conversation(llama, monkeypatch) -> None:
     same(two, plain, "Why?")
     assert driver.said == ["bug: RuntimeError: no such state"]
     assert engine.ledger.of(CACHE) == 0 and not driver.service.active
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_files_that_change_under_a_batch(llama, tmp_path, monkeypatch, broken: bool) -> None:
+    """Sessions hold what was computed, and are free again; also where the batch breaks, and no pass
+    can be run any more."""
+    engine, _ = llama
+    driver, together = Driver(engine), can_batch(engine)
+    sessions = [tmp_path / "a", tmp_path / "b"]
+    asked = [
+        driver.start(prompt, session=path, max_tokens=50) for prompt, path in zip(PROMPTS, sessions)
+    ]
+    driver.turns_until(lambda: all(len(one.ids) > 5 for one in asked))
+    assert joined(driver) == ([2] if together else [])
+
+    def fails(*arguments: Any) -> None:
+        raise DataError("its files have changed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "decide", fails)
+        if broken:
+            patch.setattr(stepper_module.Batch, "leave", fails)
+        driver.finish()
+    for one, path in zip(asked, sessions):
+        assert one.error == {"code": 65, "message": "its files have changed", "hint": None}
+        with Session.open(path, None, create=False, write=True) as session:
+            assert broken or len(session.tokens) > one.read + 5
+    assert engine.ledger.of(CACHE) == 0 and not joined(driver) and not driver.service.active
 
 
 def test_one_that_is_cancelled_leaves_the_others(llama) -> None:

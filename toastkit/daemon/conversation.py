@@ -133,7 +133,7 @@ class Conversation:
         """Release the state and any named session, whatever happened."""
         state, self.runs.state = self.runs.state, None
         if state is not None:
-            self._service.stepper.leave(state)
+            self._service.stepper.drop(state)
             state.cache, state.savepoints = [], []
         if (named := self.runs.session()) is not None:
             named.close()

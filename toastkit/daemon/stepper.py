@@ -10,6 +10,7 @@ from toastkit.daemon.scheduled_runs import ScheduledState
 from toastkit.engine.batch import Batch, can_batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
+from toastkit.holdings.policy import NO_WISH
 
 # A batch pads its states to the longest. A state joins if its length is within a factor of two, or
 # this many tokens, of those in the batch.
@@ -44,7 +45,7 @@ class Stepper:
         the failed ones, each with its error. If a batch fails, each of its states is prefilled
         again and stepped alone, which shows the culprit."""
         alone = states
-        if len(states) > 1 and self._can_batch():
+        if len(states) > 1 and self._can_batch() and self._decided():
             try:
                 alone = self._step_together(states)
             except Exception:
@@ -59,6 +60,15 @@ class Stepper:
             except Exception as error:
                 failed.append((state, error))
         return failed
+
+    def _decided(self) -> bool:
+        """Have the policies decide about a pass of a batch. False if that fails, as where the
+        model's files have changed: batches are as they were, and each state finds out alone."""
+        try:
+            self._engine.decide(NO_WISH)
+        except Exception:
+            return False
+        return True
 
     def _step_together(self, states: Sequence[ScheduledState]) -> list[ScheduledState]:
         """Step all that share a batch; return the others."""
@@ -140,6 +150,12 @@ class Stepper:
 
     def leave(self, state: ScheduledState) -> None:
         """Take a state out of its batch, if any; its caches then hold its tokens."""
+        self.drop(state)
+        if not state.cache:
+            self._rebuild_caches(state)
+
+    def drop(self, state: ScheduledState) -> None:
+        """The same, but where its batch fails it has no caches. Raises nothing."""
         batch = self._batch_of(state)
         if batch is not None:
             try:
@@ -150,8 +166,6 @@ class Stepper:
             else:
                 if not batch.members:
                     self._batches.remove(batch)
-        if not state.cache:
-            self._rebuild_caches(state)
 
 
 def _alike(batch: Batch, state: ModelState) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 
 from toastkit.errors import DataError, RemoteError
 from toastkit.frames import End, Error, Frame, Head, Logits, Prefilled, Text, Token, Tokens
@@ -109,7 +110,11 @@ def ends_run(frame: Frame) -> bool:
 
 
 def compose(frames: Iterable[Frame], *stages: Stage) -> Iterator[Frame]:
-    """Chain stages in this process, as a pipe would."""
-    for stage in stages:
-        frames = stage(frames)
-    return iter(frames)
+    """Chain stages in this process, as a pipe would. When the result is closed, so is each, the
+    last one first, and what one raises then is raised: Python only prints what a generator raises
+    that it closes by itself."""
+    with ExitStack() as made:
+        for stage in stages:
+            frames = stage(frames)
+            made.callback(frames.close)  # type: ignore[attr-defined]  # all stages are generators
+        yield from frames
