@@ -183,9 +183,11 @@ def test_a_full_disk_is_for_the_commit_to_tell(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Session.open(tmp_path, MODEL) as session:
         commit(session, TOKENS[:300], *hybrid(TOKENS[:300]))
+        size = (tmp_path / "cache.bin").stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, hard))
         try:
             ahead(session, 900)
+            assert (tmp_path / "cache.bin").stat().st_size <= size
             with pytest.raises(IOFailure, match="file too large"):
                 commit(session, TOKENS, *hybrid(TOKENS))
         finally:

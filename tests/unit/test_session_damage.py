@@ -183,8 +183,8 @@ def test_full_disk_leaves_the_earlier_commit(state_home: Path):
         commit(session, tokens, *hybrid(tokens), savepoints=at(hybrid, tokens, 100, 200))
         longer = [*tokens, *range(900)]
         points = at(hybrid, longer, 200, 290, 1000)
-        failures = 0
-        for limit in range(0, (path / "cache.bin").stat().st_size * 4, 40_000):
+        failures, size = 0, (path / "cache.bin").stat().st_size
+        for limit in range(0, size * 4, 40_000):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
             try:
                 commit(session, longer, *hybrid(longer), savepoints=points)
@@ -196,6 +196,7 @@ def test_full_disk_leaves_the_earlier_commit(state_home: Path):
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             assert session.tokens == tokens
+            assert (path / "cache.bin").stat().st_size < size + (1 << 14)  # the rest is free again
             with Session.open(path, MODEL, write=False) as reader:
                 for n in (100, 200, 300):
                     assert rows_of(reader, n) == expected(tokens[:n])

@@ -270,10 +270,16 @@ def write_data(
     return new
 
 
-def trim_file(fd: int, end: int) -> None:
-    """Truncate a file that is more than twice as long as its committed end (bytes). Not sooner:
-    states alternating between two places would grow and shrink it with every commit. Not while
-    another process reads there in place."""
+def end_of(header: Header) -> int:
+    """Where what a commit owns of the file of its caches ends (bytes)."""
+    return max((offset + size for offset, size in header.extents()), default=0)
+
+
+def trim_file(fd: int, end: int, sooner: bool = False) -> None:
+    """Truncate a file that is more than twice as long as its committed end (bytes). Not sooner,
+    unless the disk is full: states alternating between two places would grow and shrink it with
+    every commit. Not while another process reads there in place."""
     size = os.fstat(fd).st_size
-    if size > 2 * end + SLACK_BYTES and held_until(fd, end, size - end) is None:
+    most = end if sooner else 2 * end + SLACK_BYTES
+    if size > most and held_until(fd, end, size - end) is None:
         os.ftruncate(fd, end)

@@ -16,6 +16,7 @@ Any number may read the last commit meanwhile. The layout on disk is in layout.p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -281,7 +282,8 @@ class Session(LastCommit):
             if self._syncs:
                 self._files.sync_ahead(CACHE_FILE)
         except (Damaged, DataError, OSError):
-            self._ahead, self._writes_ahead = None, False
+            self._give_back()
+            self._writes_ahead = False
 
     def goes_on_from(self, source: Session, n: int, room: int) -> None:
         """Record that the state has the first n tokens of another session's, just restored from it:
@@ -367,7 +369,18 @@ class Session(LastCommit):
         except Damaged as error:
             raise self._damaged(error) from error
         except OSError as error:
+            self._give_back()
             raise from_os_error(error, f"cannot save session {self.name}", creating=True) from error
+
+    def _give_back(self) -> None:
+        """Give the disk back what a failed commit has taken behind the end of the last one, and of
+        the one before where it is not known which will be found after a crash."""
+        self._ahead, known = None, self.header
+        with suppress(ToastError, Damaged, OSError):
+            if self._stale:
+                self._load()
+            end = max(map(writing.end_of, (known, self.header)))
+            writing.trim_file(self._files.fd(CACHE_FILE), end, sooner=True)
 
     def _publish(self, header: Header, tokens: list[int]) -> None:
         """Put the header in place: the moment of the commit."""
@@ -380,5 +393,4 @@ class Session(LastCommit):
         if self._syncs:
             self._files.sync_directory()
         if header.layers is not None:
-            end = max((offset + size for offset, size in header.extents()), default=0)
-            writing.trim_file(self._files.fd(CACHE_FILE), end)
+            writing.trim_file(self._files.fd(CACHE_FILE), writing.end_of(header))
