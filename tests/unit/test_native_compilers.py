@@ -221,3 +221,21 @@ def test_where_it_is_cannot_be_said(monkeypatch: pytest.MonkeyPatch, capsys) -> 
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
     assert libraries.main() == 74
     assert capsys.readouterr().err == "cannot write: no space left on device\n"
+    monkeypatch.setattr(sys, "stdout", None)
+    assert libraries.main() == 74
+    assert capsys.readouterr().err == "cannot write: standard output is closed\n"
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys, "stderr", None)
+    libraries._say("an error")
+    assert sys.stdout.getvalue() == ""
+
+
+def test_what_a_compiler_says_is_escaped(cache: Path, cxx, monkeypatch, capsys) -> None:
+    from toastkit.commands import model
+
+    cxx(fails("x.h:1: error: \x1b[31mred"))
+    with pytest.raises(UnavailableError):
+        libraries.build()
+    model._lines([("native products", libraries.find().why)])
+    said = capsys.readouterr().out
+    assert "error: \\x1b[31mred" in said and "\x1b" not in said

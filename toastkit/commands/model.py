@@ -87,7 +87,7 @@ def info(name: str, **flags) -> int:
 
 def _lines(pairs: Iterable[tuple[str, str]]) -> None:
     for what, value in pairs:
-        print(f"{what:18} {value}")
+        print(f"{what:18} {shown(value)}")
     sys.stdout.flush()
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toastkit.base_directories import own_directory
-from toastkit.errors import ToastError, UnavailableError, from_os_error
+from toastkit.errors import IOFailure, ToastError, UnavailableError, from_os_error
 from toastkit.interrupts import Signals
 from toastkit.native.building import ready
 from toastkit.native.building.compiling import (
@@ -294,7 +294,8 @@ def _lower_priority() -> None:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    if sys.stderr is not None:
+        print(line, file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -308,11 +309,14 @@ def main() -> int:
         if not quiet:
             for name in os.listdir(folder()) if os.path.isdir(folder()) else ():
                 if name.endswith(".failed"):
-                    os.unlink(os.path.join(folder(), name))
+                    with suppress(FileNotFoundError):  # two at once
+                        os.unlink(os.path.join(folder(), name))
             there = find().path
             useless = there if there and not is_trustworthy(Path(there)) else None
         path = build(not quiet, None if quiet else _say, useless)
         if not quiet:
+            if sys.stdout is None:
+                raise IOFailure("cannot write: standard output is closed")
             sys.stdout.buffer.write(os.fsencode(path) + b"\n")
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -320,7 +324,7 @@ def main() -> int:
     except (ToastError, OSError) as error:
         told = error if isinstance(error, ToastError) else from_os_error(error, "cannot write")
         if not quiet:
-            print(told.message, file=sys.stderr)
+            _say(told.message)
         return told.code
     return 0
 
