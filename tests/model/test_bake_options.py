@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -175,6 +176,19 @@ def test_casts_as_mlx_lm_does(sources: dict, tmp_path: Path, name: str, dtype: s
     config = json.loads(store.files.read("config.json"))
     named = {config.get(key, dtype) for key in ("dtype", "torch_dtype")}
     assert named == {dtype}
+
+
+def test_a_weight_too_large_for_the_dtype(sources: dict, tmp_path: Path) -> None:
+    source = tmp_path / "large"
+    shutil.copytree(sources["llama_tied"], source)
+    (shard,) = source.glob("*.safetensors")
+    weights = {name: array.astype(mx.float32) for name, array in mx.load(str(shard)).items()}
+    weights["model.layers.0.mlp.down_proj.weight"][0, 0] = 1e5
+    mx.save_safetensors(str(shard), weights, {"format": "mlx"})
+    with pytest.raises(DataError, match="down_proj.weight.*too large for float16"):
+        baked(source, tmp_path / "x.toast", dtype="float16")
+    assert not (tmp_path / "x.toast").exists()
+    assert open_store(baked(source, tmp_path / "x.toast", dtype="bfloat16"))
 
 
 def test_a_quantised_source_keeps_its_exceptions(sources: dict, tmp_path: Path) -> None:

@@ -132,6 +132,7 @@ def test_weights_that_do_not_fit(tmp_path: Path, mlx_started) -> None:
     assert "quantised with awq" in refused(quantization_config={"quant_method": "awq"})
     assert "quantised with ['x']" in refused(quantization_config={"quant_method": ["x"]})
     assert "no usable quantization" in refused(quantization={"bits": 4})
+    assert "no usable quantization_config" in refused(quantization_config={"bits": 4})
     assert "never done" in refused(model_file="model.py")
     (path / "config.json").write_text(json.dumps(config))
     file = path / "model-00002-of-00002.safetensors"

@@ -52,6 +52,27 @@ def test_files_and_their_total(toast: Toast) -> None:
     assert alone == story
 
 
+def test_what_a_tokenizer_puts_behind_a_text_is_not_scored(toast: Toast, tmp_path: Path) -> None:
+    model = write_published(tmp_path / "m", "llama")
+    plain = objects(toast("perplexity", "-m", str(model), "--json", stdin=TEXT.encode()))
+    document = json.loads((model / "tokenizer.json").read_text())
+    end = document["added_tokens"][0]
+    name, text = end["content"], {"Sequence": {"id": "A", "type_id": 0}}
+    mark = {"SpecialToken": {"id": name, "type_id": 0}}
+    document["post_processor"] = {
+        "type": "TemplateProcessing", "single": [text, mark], "pair": [text, mark],
+        "special_tokens": {name: {"id": name, "ids": [end["id"]], "tokens": [name]}},
+    }  # fmt: skip
+    (model / "tokenizer.json").write_text(json.dumps(document))
+    for more, count in (([], len(plain) - 1), (["--limit", "5"], 5), (["--limit", "999"], None)):
+        arguments = ["perplexity", "-m", str(model), "--json", *more]
+        *tokens, total = objects(toast(*arguments, stdin=TEXT.encode()))
+        count = count or len(plain) - 1
+        assert len(tokens) == total["tokens"] == count
+        assert [t["id"] for t in tokens] == [t["id"] for t in plain[:count]]
+        assert count < len(plain) - 1 or total["bytes"] == plain[-1]["bytes"]
+
+
 def test_json_sums_to_the_totals(toast: Toast) -> None:
     text = TEXT.encode()
     found = objects(toast("perplexity", "--json", "--context", "8", stdin=text))

@@ -89,6 +89,17 @@ def test_a_post_processor_without_its_token(capfd, piece: dict, said: str, alway
     assert made(post_processor=fine).encode("ab", add_special=True) == [9, 1, 2]
 
 
+def test_what_is_put_behind_a_text() -> None:
+    text, end, begin = (
+        {"Sequence": {"id": "A", "type_id": 0}},
+        *({"SpecialToken": {"id": name, "type_id": 0}} for name in "zy"),
+    )
+    marks = {name: {"id": name, "ids": [n], "tokens": [name]} for name, n in (("z", 26), ("y", 25))}
+    for pieces_, count in (([text], 0), ([begin, text], 0), ([begin, text, end, end], 2)):
+        assert made(post_processor=around(*pieces_, **marks)).appended == count
+    assert made().appended == 0
+
+
 def test_a_search_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "SECONDS", 0.05)
     tokenizer = made(pre_tokenizer=CATASTROPHE)

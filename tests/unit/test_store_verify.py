@@ -12,6 +12,7 @@ import pytest
 from toastkit.errors import DataError, NoInputError, ToastError
 from toastkit.model.files import ModelFiles
 from toastkit.model.safetensors import read_header
+from toastkit.model.toast_format import FILE_PREFIX
 from toastkit.store.verify import Problem, has_checksums, verify
 from toastkit.store.writer import Planned, TensorWriter
 
@@ -117,7 +118,18 @@ def test_a_split_checkpoint(tmp_path: Path) -> None:
     assert [str(p) for p in problems(folder)] == ["config.json: is not as it was written"]
     (folder / "config.json").unlink()
     assert [str(p) for p in problems(folder)] == ["config.json: is missing"]
+    (folder / "config.json").mkdir()
+    (problem,) = problems(folder)
+    assert "config.json is not a regular file" in str(problem)
+    (folder / "config.json").rmdir()
     (folder / "config.json").write_text("{}")
+    shared = folder / "non_layer.safetensors"
+    whole = shared.read_bytes()
+    for name in ("a\0b", "../x"):
+        shared.unlink()
+        write(shared, PLAN[1:2], {"files": {FILE_PREFIX + name: "0" * 16}})
+        assert "is not the name of a file" in str(problems(folder)[0])
+    shared.write_bytes(whole)
     layer = folder / "layer_0001.safetensors"
     flip(layer, layer.stat().st_size - 1)
     assert [(p.file, p.tensor) for p in problems(folder)] == [(layer.name, "layers.1.weight")]

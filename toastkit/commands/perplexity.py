@@ -126,7 +126,11 @@ def _tokenize(name: str, tokenizer: Tokenizer, limit: int | None) -> Text:
     if not text:
         raise DataError(f"{label}: empty text")
     del data
-    ids = tokenizer.encode_prompt(text, templated=False, most=limit and limit + 1)
+    behind = tokenizer.appended
+    most = None if limit is None else limit + 1 + behind
+    ids = tokenizer.encode_prompt(text, templated=False, most=most)
+    if behind and (most is None or len(ids) < most):  # to the end of the text
+        ids = ids[:-behind]
     if len(ids) < 2:
         what = "one token, and nothing before it to predict it from" if ids else "no token"
         raise DataError(f"{label}: a text of {what}")

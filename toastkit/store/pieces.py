@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from toastkit.errors import UsageError
+from toastkit.errors import DataError, UsageError
 from toastkit.model.toast_format import EXPERTS_PREFIX, FILE_PREFIX, FILES_GROUP, Part, offsets_of
 from toastkit.store.dtypes import bytes_of
 from toastkit.store.raw import DTYPES
@@ -133,11 +133,16 @@ def expert_by_expert(store: Store, path: str, recipes: Sequence[Recipe], group: 
 
 def cast_to(dtype: mx.Dtype | None) -> Callable[[mx.array], mx.array]:
     """Return a function that casts rows, (rows, columns) of any dtype; None leaves them. Only
-    floating tensors are cast."""
+    floating tensors are cast. It raises DataError for numbers that would become infinite."""
 
     def cast(rows: mx.array) -> mx.array:
         floating = mx.issubdtype(rows.dtype, mx.floating)
-        return rows.astype(dtype) if dtype is not None and floating else rows
+        if dtype is None or not floating or rows.dtype == dtype:
+            return rows
+        made = rows.astype(dtype)
+        if (mx.isinf(made) & mx.isfinite(rows)).any().item():
+            raise DataError(f"weights too large for {str(dtype).rpartition('.')[2]}")
+        return made
 
     return cast
 

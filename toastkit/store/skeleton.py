@@ -151,6 +151,8 @@ def quantisation_of(files: ModelFiles, config: ModelConfig) -> dict | None:
         return default_settings(method)
     if method == "fp8":
         return None  # the architecture's sanitize dequantises it, or the weights do not fit
+    if method is None:
+        raise DataError(f"{files.name}: config.json has no usable quantization_config")
     raise DataError(
         f"{files.name}: quantised with {str(method)[:40]}, which is not read here",
         hint="convert it with mlx_lm.convert first",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from toastkit.errors import DataError
+from toastkit.errors import DataError, ToastError
 from toastkit.model.files import INDEX_FILE, ModelFiles
 from toastkit.model.safetensors import Entry, Header, chunks, read_header
 from toastkit.model.toast_format import (
@@ -150,7 +150,14 @@ def _check_small_files(
         if name in header.entries:
             continue
         small = name[len(FILE_PREFIX) :]
-        data = files.read(small)
+        if "/" in small or "\0" in small:
+            yield Problem(header.path.name, name, "is not the name of a file")
+            continue
+        try:
+            data = files.read(small)
+        except ToastError as error:
+            yield Problem(small, None, f"cannot be read: {error.message}")
+            continue
         if data is None:
             yield Problem(small, None, "is missing")
             continue

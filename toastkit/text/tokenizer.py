@@ -160,6 +160,14 @@ class Tokenizer:
                 return ids[1:]
         return ids
 
+    @property
+    def appended(self) -> int:
+        """How many tokens are added behind a text, such as an end-of-text mark."""
+        plain, whole = (self.encode("a", special) for special in (False, True))
+        added = len(whole) - len(plain) if plain else 0
+        places = range(added + 1)
+        return next((added - n for n in places if whole[n : n + len(plain)] == plain), 0)
+
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
         """Return the text of token ids; invalid UTF-8 becomes U+FFFD.
 
