@@ -341,3 +341,15 @@ def test_weights_too_small_for_a_scale_stay_small(mode: str, dtype: mx.Dtype) ->
     )
     assert mx.abs(values).max() < 2.0**-99
     assert mode not in ("mxfp4", "mxfp8") or found["scales"].max() <= 127  # that of zeros
+
+
+@pytest.mark.parametrize("shape", [(1, 48), (3, 48), (3, 5, 16), (4, 48)])
+def test_odd_numbers_of_groups_of_nvfp4(shape: tuple[int, ...]) -> None:
+    """MLX quantises two of them at a time, or says that it cannot."""
+    weight = mx.random.normal(shape, key=mx.random.key(3))
+    made = packing(16, 4, "nvfp4")(weight)
+    rows = weight.reshape(-1, shape[-1])
+    whole = mx.quantize(mx.concatenate([rows, rows]), 16, 4, mode="nvfp4")
+    for part, expected in zip(("weight", "scales"), whole, strict=True):
+        found = made[part].reshape(len(rows), -1)
+        assert made[part].shape[:-1] == shape[:-1] and same(found, expected[: len(rows)])

@@ -4,6 +4,7 @@ Ling's linear attention; and of short convolutions, LFM 2's."""
 from __future__ import annotations
 
 import gc
+import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map_with_path
 
-from tests.model.checkpoints import open_model, write_random
+from tests.model.checkpoints import open_model, read, write_random
+from tests.model.published import write_published
 from tests.model.reference import OLD_MLX_LM, held_by
 from tests.model.test_native_operations import alike, library
 from tests.native_library import built, cache, needed, operations_of, watched
 from toastkit.engine.state import ModelState
+from toastkit.errors import DataError
 from toastkit.holdings.streams import arrays_in
 from toastkit.native import replacing
 from toastkit.native.layers import decoder
@@ -230,3 +233,18 @@ def test_states_hold_no_other_positions(name: str, native: str, tmp_path: Path) 
     spared = 1 << 14  # bytes that mx.contiguous does not copy an array for
     held, arrays = mx.get_active_memory() - before, arrays_in(state.cache)
     assert 0 < held < sum(array.nbytes for array in arrays) + spared * len(arrays)
+
+
+@pytest.mark.parametrize("limits", [[0.0], [], [0.0, 1.0, 2.0]])
+def test_limits_that_are_no_pair_are_for_mlx_to_judge(tmp_path: Path, limits: list[float]) -> None:
+    """Natively they would be arguments of a function in C."""
+    path = write_published(tmp_path / "m", "mamba2")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "time_step_limit": limits}))
+    said = []
+    for native in ("off", "require"):
+        try:
+            said.append(read(open_model(path, native=native), [5, 6, 7]).logits is None)
+        except DataError as error:
+            said.append(error.message)
+    assert said[0] == said[1] and (len(limits) > 1 or "list index out of range" in said[0])

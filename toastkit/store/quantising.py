@@ -17,6 +17,7 @@ from toastkit.store.store import Store
 
 # Half-way between the values of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 E2M1_LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+PACKED_TOGETHER = 32  # numbers that MLX's CPU backend quantises at once: two groups of nvfp4
 # By mode, a power of two of which a group's scale is still one of its bytes. That of smaller
 # weights alone wraps around in MLX, to 2^126.
 LEAST = {"mxfp4": 2.0**-124, "mxfp8": 2.0**-117}
@@ -63,10 +64,17 @@ def packing(group_size: int, bits: int, mode: str) -> Quantise:
         check_finite(weight)
         if mode in LEAST:
             weight = mx.where(mx.abs(weight) < LEAST[mode], 0, weight)
+        if weight.size % PACKED_TOGETHER:
+            return _with_one_row_more(weight)
         packed, *parameters = mx.quantize(weight, group_size, bits, mode=mode)
         if on_cpu and mode.endswith("fp4"):
             packed = _packed_e2m1(weight, parameters[0], mode)
         return dict(zip(("weight", "scales", "biases"), (packed, *parameters)))
+
+    def _with_one_row_more(weight: mx.array) -> dict[str, mx.array]:
+        rows = weight.reshape(-1, weight.shape[-1])
+        made = quantise(mx.pad(rows, [(0, 1), (0, 0)]))
+        return {part: a[:-1].reshape(*weight.shape[:-1], -1) for part, a in made.items()}
 
     return quantise
 

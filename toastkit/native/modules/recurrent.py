@@ -97,13 +97,23 @@ def ssm_update(
     )
     heads = x.shape[2:3]
     if library is None or not (
-        known and fits(*arrays) and dt.shape == x.shape[:3] and A_log.shape == D.shape == heads
+        known
+        and _is_range(time_step_limit)
+        and fits(*arrays)
+        and dt.shape == x.shape[:3]
+        and A_log.shape == D.shape == heads
     ):
         upstream = sys.modules["mlx_lm.models.ssm"].ssm_update
         return upstream(x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths)
     inputs = tuple(array.astype(mx.float32) for array in arrays)
     y, new_state = library.scan(inputs, state, mask, time_step_limit)
     return y.astype(mx.result_type(x, D)), new_state
+
+
+def _is_range(limits: Any) -> bool:
+    """True for two numbers. It is config.json's, and MLX's to judge otherwise."""
+    numbers = isinstance(limits, (tuple, list)) and len(limits) == 2
+    return numbers and all(isinstance(one, (int, float)) for one in limits)
 
 
 class Convolution(Native):
@@ -204,6 +214,8 @@ class Mixer(Native):
         """The output for x (B, T, columns) float32; None if only the architecture supports it."""
         library, conv = in_use(), self["conv1d"]
         if library is None or mask is not None or cache is None or cache.lengths is not None:
+            return None
+        if not _is_range(self.time_step_limit):
             return None
         arrays = [conv["weight"], conv.get("bias"), cache[0], self["A_log"], self["D"]]
         arrays += [self["dt_bias"], cache[1]]
