@@ -113,6 +113,12 @@ class Wire:
         self._buffer = bytearray()
         self.over = False
 
+    def heed_no_more(self) -> None:
+        """Leave signals to others from now on."""
+        if self._interrupts is not None:
+            self._poll.unregister(self._interrupts.fileno())
+            self._interrupts = None
+
     def send(self, request: dict[str, Any], fd: int | None = None) -> None:
         """Send a request, or as much as the peer takes before it closes: its reply can still be
         read. fd: a descriptor to pass with it. Raises DataError for text that is not UTF-8, as an

@@ -42,14 +42,17 @@ class Engines:
         self._policies = policies
         self._insisted = insisted
         self._signals: Signals | None = None
+        self._warned: Signals | None = None  # those that bring memory warnings
         self._model: tuple[str, str] | None = None
         self.engine: StepEngine | None = None
 
     def heed(self, signals: Signals) -> None:
-        """Route memory warnings to the engine, if layers or experts can be evicted."""
+        """Have signals end the wait for a daemon that does not answer, and route memory warnings to
+        the engine, if layers or experts can be evicted."""
+        self._signals = signals
         if self._policies.gives_up:
             signals.on_memory_warning()
-            self._signals = signals
+            self._warned = signals
 
     def __call__(self, head: Head) -> StepEngine:
         name = self._flags["model"] or head.model
@@ -62,10 +65,11 @@ class Engines:
         files = self._located(head) if self._flags["model"] else None
         engine: StepEngine | None = None
         if not self._policies.changes_results:
-            engine = attach(self._flags, lambda: head.fingerprint, self._insisted)
+            fingerprint, insisted = head.fingerprint, self._insisted
+            engine = attach(self._flags, lambda: fingerprint, insisted, self._signals)
         if engine is None:
             files = files or self._located(head)
-            engine = open_unloaded(files, self._flags, self._policies, self._signals)
+            engine = open_unloaded(files, self._flags, self._policies, self._warned)
             load(engine, self._flags, self._prompts)
         self.engine, self._model = engine, model
         return engine
@@ -83,13 +87,16 @@ class Engines:
 
 
 def attach(
-    flags: dict[str, Any], fingerprint: Callable[[], str], insisted: str | None = None
+    flags: dict[str, Any],
+    fingerprint: Callable[[], str],
+    insisted: str | None = None,
+    signals: Signals | None = None,
 ) -> StepEngine | None:
     """A daemon's engine for the model, if one runs it as the flags would; else None. Without a
     daemon this costs one look at a path; if the command line says how products are computed, none
-    is asked. insisted: the required setting of its residency and slots, None for any. Raises
-    UsageError for a TOAST_SOCKET that cannot be a socket's path, and for a daemon that runs the
-    model with another setting."""
+    is asked. insisted: the required setting of its residency and slots, None for any. signals: end
+    the wait for its answer. Raises UsageError for a TOAST_SOCKET that cannot be a socket's path,
+    and for a daemon that runs the model with another setting."""
     here = flags["no_daemon"] or given(*NativeOptions._fields)
     path = None if here else _daemon_socket()
     if path is None:
@@ -98,7 +105,7 @@ def attach(
 
     tell = say if flags["verbose"] else None
     device, dtype, kv_bits = (flags[name] for name in ("device", "dtype", "kv_bits"))
-    return attach_to_daemon(path, fingerprint(), device, dtype, kv_bits, tell, insisted)
+    return attach_to_daemon(path, fingerprint(), device, dtype, kv_bits, tell, insisted, signals)
 
 
 def _daemon_socket() -> str | None:

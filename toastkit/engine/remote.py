@@ -22,6 +22,7 @@ from toastkit.wire import Wire, connect, remote_error
 if TYPE_CHECKING:
     import socket
 
+    from toastkit.interrupts import Interrupt
     from toastkit.session.directory import Session
 
 ANSWERS = {
@@ -38,6 +39,7 @@ def attach(
     kv_bits: int | None,
     say: Callable[[str], None] | None = None,
     resident: str | None = None,
+    interrupts: Interrupt | None = None,
 ) -> RemoteEngine | None:
     """Return the engine of the daemon that listens at a path, or None if there is none, or if it
     would not compute what this process would.
@@ -45,7 +47,8 @@ def attach(
     fingerprint: of the model. device, dtype, kv_bits: as --device, --dtype and --kv-bits have them;
     the daemon must use what they would give here. say: takes a line on what a running daemon
     answered. resident: the setting that its residency must have, as ResidencyOptions.setting has
-    it; None for any. Raises UsageError if it has another.
+    it; None for any. interrupts: a signal ends the wait for an answer, and the process. Raises
+    UsageError if it has another.
     """
     try:
         connection = connect(path, own=True)
@@ -53,13 +56,16 @@ def attach(
         return None  # it listens, but for other users only
     if connection is None:
         return None
-    daemon = Operations(connection, path)
+    daemon = Operations(connection, path, interrupts)
     engine: RemoteEngine | None = None
     status = f"using the weights of the daemon at {path}"
     try:
         of = {"fingerprint": fingerprint, "device": device, "dtype": dtype, "kv_bits": kv_bits}
         engine = RemoteEngine(daemon, daemon.ask("attach", of))
+        daemon.heed_no_more()  # a run in progress is for the stage to end
     except ToastError as error:
+        if interrupts:
+            raise SystemExit(interrupts.code) from error
         status = f"{error.message}: loading the model here"
     finally:
         if engine is None:
@@ -79,10 +85,11 @@ def attach(
 class Operations:
     """Ops to the daemon and their answers, in turn. waiting: the op whose answer is due."""
 
-    def __init__(self, connection: socket.socket, path: str):
+    def __init__(self, connection: socket.socket, path: str, interrupts: Interrupt | None = None):
         self.waiting: str | None = None
-        self._wire = Wire(connection, path, refusal=UnavailableError)
+        self._wire = Wire(connection, path, interrupts, refusal=UnavailableError)
         self.refuse, self.close = self._wire.refuse, self._wire.close
+        self.heed_no_more = self._wire.heed_no_more
 
     def ask(self, op: str, fields: dict[str, Any], fd: int | None = None) -> dict[str, Any]:
         """Return the daemon's answer to an op. Raises the error that it answers with, and
