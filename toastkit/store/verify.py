@@ -150,7 +150,7 @@ def _check_small_files(
         if name in header.entries:
             continue
         small = name[len(FILE_PREFIX) :]
-        if "/" in small or "\0" in small:
+        if "\0" in small or not {"", ".", ".."}.isdisjoint(small.split("/")):
             yield Problem(header.path.name, name, "is not the name of a file")
             continue
         try:
