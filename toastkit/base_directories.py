@@ -1,5 +1,5 @@
-"""The user's base directories (XDG), and toastkit's own in them. Creates nothing. Cheap to import:
-a client needs it before its first byte."""
+"""The user's base directories (XDG), and toastkit's own in them, with what lies there. Creates
+nothing. Cheap to import: a client needs it before its first byte."""
 
 from __future__ import annotations
 
@@ -47,3 +47,11 @@ def runtime_directory() -> str:
     # POSIX guarantees that /tmp exists.
     temporary = given_directory("TMPDIR") or os.path.join(os.sep, "tmp")
     return os.path.join(temporary, f"toastkit-{os.geteuid()}")
+
+
+def listed(folder: os.PathLike[str]) -> list[str]:
+    """The valid names in a folder, sorted; none where it cannot be read."""
+    try:
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError:
+        return []

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from toastkit.base_directories import listed
 from toastkit.errors import ToastError
 
 if TYPE_CHECKING:
@@ -140,7 +141,6 @@ def sessions(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Named sessions, and directories."""
-    from toastkit.model.locate import listed
     from toastkit.session.names import sessions_root
 
     return beginning(incomplete, listed(sessions_root())) + files(context, parameter, incomplete)
@@ -151,7 +151,6 @@ def chats(
 ) -> list[CompletionItem]:
     """Named conversations, which have no slash in their name."""
     from toastkit.client.chats import SUFFIX, chats_root
-    from toastkit.model.locate import listed
 
     names = [name for name in listed(chats_root()) if name.endswith(SUFFIX)]
     return _only(beginning(incomplete, [name.removesuffix(SUFFIX) for name in names]))

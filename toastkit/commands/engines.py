@@ -42,7 +42,6 @@ class Engines:
         self._policies = policies
         self._insisted = insisted
         self._signals: Signals | None = None
-        self._warned: Signals | None = None  # those that bring memory warnings
         self._model: tuple[str, str] | None = None
         self.engine: StepEngine | None = None
 
@@ -52,7 +51,6 @@ class Engines:
         self._signals = signals
         if self._policies.gives_up:
             signals.on_memory_warning()
-            self._warned = signals
 
     def __call__(self, head: Head) -> StepEngine:
         name = self._flags["model"] or head.model
@@ -65,11 +63,10 @@ class Engines:
         files = self._located(head) if self._flags["model"] else None
         engine: StepEngine | None = None
         if not self._policies.changes_results:
-            fingerprint, insisted = head.fingerprint, self._insisted
-            engine = attach(self._flags, lambda: fingerprint, insisted, self._signals)
+            engine = attach(self._flags, lambda: head.fingerprint, self._insisted, self._signals)
         if engine is None:
             files = files or self._located(head)
-            engine = open_unloaded(files, self._flags, self._policies, self._warned)
+            engine = open_unloaded(files, self._flags, self._policies, self._signals)
             load(engine, self._flags, self._prompts)
         self.engine, self._model = engine, model
         return engine

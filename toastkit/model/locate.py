@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from toastkit.base_directories import own_directory
+from toastkit.base_directories import listed, own_directory
 from toastkit.errors import DataError, NoInputError, did_you_mean, from_os_error
 from toastkit.model import toast_format
 from toastkit.model.config import fingerprint
@@ -118,14 +118,6 @@ def removable_names() -> list[str]:
     """Return the names in toastkit's own folder, and of repositories in the hub's cache."""
     own = [name.removesuffix(toast_format.SUFFIX) for name in listed(models_home())]
     return [*own, *filter(None, map(hub_id_of, listed(hub_cache())))]
-
-
-def listed(folder: os.PathLike[str]) -> list[str]:
-    """The valid names in a folder."""
-    try:
-        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    except OSError:
-        return []
 
 
 def models_home() -> Path:
