@@ -70,8 +70,9 @@ def test_frames_say_how_each_step_was_done(toast) -> None:
     fell = [one["fallback"] for one in told]
     assert 0 < sum(fell) < len(fell) and [one["k"] for one in told] == [4 if f else 2 for f in fell]
     assert alone[-1]["experts"]["estimate"] is None  # the prompt was read by the little model
-    assert counts(piped[-1]) == counts(alone[-1]) == {
-        "mode": "mobile", "gamma": 0.9, "k": 4, "little_k": 2, "steps": len(fell),
+    assert counts(alone[-1]).pop("prompt") == "little" and "prompt" not in counts(piped[-1])
+    assert counts(piped[-1]) | {"prompt": "little"} == counts(alone[-1]) == {
+        "prompt": "little", "mode": "mobile", "gamma": 0.9, "k": 4, "little_k": 2, "steps": len(fell),
         "fallbacks": sum(fell), "ratio": round(sum(fell) / len(fell), 6),
     }  # fmt: skip
 
@@ -84,6 +85,22 @@ def test_a_step_after_the_end_does_not_count(toast) -> None:
     assert last["end"] == "eos" and last["experts"]["steps"] == last["n"] - 1
     said = f"experts: little, K 2 of 4; {last['n'] - 1} steps\n"
     assert said in text.stderr.decode() and last["experts"]["little_k"] == 2
+
+
+@pytest.mark.parametrize("kind", ["little", "mobile:0.9"])
+def test_a_session_s_last_step_counts(toast, tmp_path: Path, kind: str) -> None:
+    """A kept session reads the answer's last token too: in one process and in a pipe, and as gears
+    count."""
+    modes = ["--experts", kind, "--gear", "low"]
+    here, there = str(tmp_path / "here"), str(tmp_path / "there")
+    alone = in_one(toast, *modes, "--session", here)
+    flags = {"prefill": ["--session", there], "decode": modes, "sample": GREEDY}
+    piped = frames_of_pipeline(ASKED, flags, ["tokenize", "prefill", "decode", "sample"])
+    for last in (alone[-1], piped[-1]):
+        assert last["experts"]["steps"] == last["gears"]["low"] == last["n"]
+    assert counts(piped[-1]) == counts(alone[-1])
+    deferred = toast("decode", *modes, "--session", str(tmp_path / "text"), *GREEDY, "-v", ASKED)
+    assert f"; {alone[-1]['n']} steps" in deferred.stderr.decode().split("experts: ")[1]
 
 
 # ----------------------------------------------------------------------------------------- daemons

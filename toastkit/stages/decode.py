@@ -78,13 +78,16 @@ def _run(
     state = run.take(engine, ids)
     engine.begin_run()
     fallbacks: list[bool] = []
+    kept, begun = run.keeps(state), len(state.tokens)
     try:
         end = yield from _steps(engine, run, state, options, fallbacks)
     finally:
         run.finish(state)
+    if kept and state.passed is not None and len(fallbacks) < len(state.tokens) - begun:
+        fallbacks.append(state.passed.fallback)  # of the last token, which only the session needs
     end.extra.update(engine.run_report())
     if "experts" in end.extra:
-        report = end.extra["experts"]  # restricted to the emitted steps:
+        report = end.extra["experts"]  # restricted to the steps of this run:
         from toastkit.experts.pass_times import with_steps
 
         end.extra["experts"] = with_steps(report, len(fallbacks), sum(fallbacks))
@@ -110,7 +113,7 @@ def _steps(
         following = run.next()
         token, end = following.token, following.end
         if token is None:
-            if run.deferred:
+            if run.deferred and not run.keeps(state):
                 del fallbacks[-1:]  # a step after the last sampled token
             return End(end or "interrupt", drawn)
         started = time.perf_counter()
