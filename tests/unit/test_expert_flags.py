@@ -177,6 +177,8 @@ def test_a_report_in_words(capsys: pytest.CaptureFixture) -> None:
     assert ", gamma 0.70000001; " in counted_experts({**none, "gamma": 0.70000001})
     assert counted_experts({**REPORT, "mode": "big"}) == "big, K 8 of 8; 200 steps"
     assert counted_experts({**REPORT, "mode": "little"}) == "little, K 4 of 8; 200 steps"
+    read = {**REPORT, "mode": "big", "prompt": "little"}
+    assert counted_experts(read) == "big, K 8 of 8; prompt little, K 4; 200 steps"
     tell_stats({"experts": REPORT})
     assert capsys.readouterr().err.endswith(f": experts: {line}\n")
     for odd in ({}, {"experts": {}}, {"experts": 5}, {"experts": None}):

@@ -68,6 +68,8 @@ def counted_experts(report: Mapping[str, Any]) -> str:
     """An ExpertsPolicy's report in words."""
     k, little_k, mode = report["k"], report["little_k"], report["mode"]
     words = counted(report["steps"], "step") if "steps" in report else "no steps"
+    if report.get("prompt") == "little":
+        words = f"prompt little, K {little_k}; {words}"
     if mode != "mobile":
         return f"{mode}, K {k if mode == 'big' else little_k} of {k}; {words}"
     fell = counted(report["fallbacks"], "fallback")

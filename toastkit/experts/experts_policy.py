@@ -128,12 +128,14 @@ class ExpertsPolicy(Policy):
         return {"steps": self.steps, "fallbacks": self.fallbacks}
 
     def _counted(self, counts: dict[str, Any], means: dict[str, float | None]) -> dict[str, Any]:
-        """Mode, gamma if it applies, both K, and the steps as in `with_steps`; for MoBiLE also the
-        mean seconds of its passes."""
+        """Mode, gamma if it applies, both K, `prompt` if the little model reads it, and the steps
+        as in `with_steps`; for MoBiLE also the mean seconds of its passes."""
         report: dict[str, Any] = {
             "mode": self.options.mode, "gamma": self.options.threshold, "k": self.k,
             "little_k": self.little_k,
         }  # fmt: skip
+        if self.options.prompt == "little":
+            report["prompt"] = "little"
         if self.options.threshold is not None:
             if not self.waits:
                 means["again"] = means["whole"]
