@@ -113,6 +113,29 @@ def test_what_is_told_is_there_when_it_is_wanted(models) -> None:
         assert slots.counts.ahead == now["ahead"]
 
 
+def test_what_is_wanted_a_pass_later_was_not_foreseen(models) -> None:
+    """An expert that was read for a step which does not want it, and is wanted by another."""
+    plain = opened(models["olmoe"], EXPERTS - 1)
+    state, wanted = read(plain, PROMPT), []
+    for token in NEXT:
+        plain.consume(state, token)
+        mx.eval(state.logits)
+        wanted.append(choices_of(plain)[0])
+    later = next(n for n, some in enumerate(wanted) if some - wanted[0])
+    engine = opened(models["olmoe"], EXPERTS - 1)
+    slots, state = engine.holdings.slots, read(engine, PROMPT)
+    [expert, *_] = wanted[later] - wanted[0]
+    if expert in slots.layers[0].table:
+        slots.layers[0].drop(expert)
+    slots.foresight.tell({0: [expert]}, 1)
+    while not slots.settle():
+        time.sleep(0.001)
+    for token in NEXT[: later + 1]:
+        engine.consume(state, token)
+        mx.eval(state.logits)
+    assert (slots.counts.ahead, slots.counts.right) == (1, 0)
+
+
 @pytest.mark.parametrize("name", ["olmoe", "qwen3_next"])
 def test_an_evicted_pass_names_the_experts_of_the_big_one(models, name: str) -> None:
     """And of no other: the results are those of a whole model."""

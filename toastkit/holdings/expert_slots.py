@@ -161,8 +161,10 @@ class ExpertSlots:
         chosen = np.array(indices)
         wanted = by_last_use(chosen)
         self._count(layer, wanted)
-        if len(wanted) <= layer.table.slots:
-            unwanted = layer.leave_off(wanted)  # first of all, as the disk is busy with it
+        fits = len(wanted) <= layer.table.slots
+        unwanted = layer.leave_off(wanted) if fits else []  # first of all: the disk is busy with it
+        self._count_foreseen(layer, wanted)
+        if fits:
             try:
                 self._load(layer, wanted, unwanted, lambda: self.foresight.go_on(layer, predicted))
             finally:
@@ -186,9 +188,9 @@ class ExpertSlots:
         self.counts.hit += sum(expert in layer.table for expert in wanted)
 
     def _count_foreseen(self, layer: LayerSlots, wanted: Sequence[int]) -> None:
-        """Count those of these experts that were foreseen."""
+        """Count those of a pass's experts that were foreseen for it: later ones are others'."""
         self.counts.right += len(layer.foreseen.intersection(wanted))
-        layer.foreseen.difference_update(wanted)
+        layer.foreseen.clear()
 
     def count_hits(self, layer: LayerSlots, wanted: list[int]) -> None:
         """Count a pass of a layer all of whose experts were hits."""
@@ -233,7 +235,6 @@ class ExpertSlots:
         disk busy while the last of these finish."""
         coming = [expert for expert in experts if expert in layer.coming]
         slots = layer.claim([e for e in experts if e not in layer.table], experts, spare)
-        self._count_foreseen(layer, experts)
         start = time.perf_counter()
         fetch = None
         try:

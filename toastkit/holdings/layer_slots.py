@@ -64,7 +64,7 @@ class SlotCounts:
 
 class LayerSlots:
     """The slots of one layer. coming: the prefetches under way, by expert; their slots are claimed.
-    foreseen: prefetched experts, under way or finished, not needed so far. choice: the experts of
+    foreseen: experts prefetched for its next pass, under way or finished. choice: the experts of
     the last pass, in order of their last use. seen: the block's input in the last step, (B, 1, D);
     None after a pass that was no step, or if unwatched."""
 
