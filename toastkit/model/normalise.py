@@ -69,9 +69,13 @@ NEUTRAL: dict[str, tuple] = {
     "moe_layer_freq": (None, 1),
 }  # fmt: skip
 # (field, value, what the architecture gets wrong then).
+ONE_TOKEN = "shifts the tokens of a convolution that is one token wide"  # its state is all of them
 REFUSED = {
     "minicpm3": (("tie_word_embeddings", True, "does not scale the logits of a tied head"),),
-}
+    "jamba": (("mamba_d_conv", 1, ONE_TOKEN),), "lfm2": (("conv_L_cache", 1, ONE_TOKEN),),
+    "lfm2_moe": (("conv_L_cache", 1, ONE_TOKEN),), "mamba": (("conv_kernel", 1, ONE_TOKEN),),
+    "plamo2": (("mamba_d_conv", 1, ONE_TOKEN),),
+}  # fmt: skip
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size")
 # Architectures that transformers too computes without a window, whatever the configuration says.
 WITHOUT_WINDOW = ("llama",)
