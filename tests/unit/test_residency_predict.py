@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from toastkit.residency.placement import placed
 from toastkit.residency.predict import (
     MAX_SLOWDOWN,
     Calibration,
@@ -24,6 +23,7 @@ from toastkit.residency.predict import (
     simulate,
 )
 from toastkit.residency.residency_options import PLACEMENTS
+from toastkit.residency.sizing import placed
 
 seconds = st.floats(1e-3, 10.0)
 shares = st.floats(0, 1)

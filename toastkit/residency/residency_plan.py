@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from toastkit.errors import UsageError
 from toastkit.holdings.read_ahead import MAX_AHEAD
-from toastkit.residency.placement import placed
 from toastkit.residency.residency_options import RESERVED_TOKENS
 from toastkit.residency.sizing import (
     WINDOW,
@@ -17,6 +16,7 @@ from toastkit.residency.sizing import (
     first_count,
     least_budget,
     needed,
+    placed,
 )
 from toastkit.text.exact_numbers import counted, exact_size
 

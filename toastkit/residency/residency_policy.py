@@ -16,7 +16,6 @@ from toastkit.holdings.policy import Policy, Wish
 from toastkit.holdings.pressure import LOW, Checks, Pressure
 from toastkit.residency.memory import available_memory
 from toastkit.residency.model_sizes import cache_holds, sizes_in, sizes_of, streamable
-from toastkit.residency.placement import placed
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.residency.sizing import (
     USUAL_CONTEXT,
@@ -26,6 +25,7 @@ from toastkit.residency.sizing import (
     cache_reserve,
     first_count,
     least_budget,
+    placed,
 )
 from toastkit.store.ledger import CACHE, SESSIONS
 

@@ -1,4 +1,5 @@
-"""How many layers fit: equations 1 and 2 of paper 001, for layers that differ in size.
+"""How many layers fit, and which: equations 1 and 2 of paper 001, for layers that differ in size,
+and the placements of its section 3.3.
 
 Memory is divided into what is always there, the resident layers, the window through which the
 others are streamed, and room for caches. The window is two layers, where the paper has one: while
@@ -8,11 +9,10 @@ one runs, the next is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from toastkit.holdings.pressure import LOW
-from toastkit.residency.placement import placed
 from toastkit.residency.residency_options import RESERVED_TOKENS
 
 RUNTIME = 150 << 20  # bytes; R_runtime of equation 2: activations, the allocator's slack
@@ -32,6 +32,25 @@ class Sizes:
     layers: tuple[int, ...]
     cache_per_token: float
     cache_fixed: int
+
+
+def placed(count: int, layers: Sequence[int], placement: str) -> frozenset[int]:
+    """The layers that are resident.
+
+    count: how many; capped at the number of layers. layers: indices of the decoder layers in the
+    order in which they run. placement: "first" and "last" are nested, so that one more or one fewer
+    moves one layer. "interleaved" spreads them evenly: any two runs of layers of equal length,
+    wrapping round from last to first, differ by at most one in their resident layers. So they do in
+    streamed ones, and none is read while there is nothing else to compute.
+    """
+    total = len(layers)
+    count = max(0, min(count, total))
+    if placement == "first":
+        return frozenset(layers[:count])
+    if placement == "last":
+        return frozenset(layers[total - count :])
+    # Bresenham's line. The first layer is resident: the first streamed one is read meanwhile.
+    return frozenset(layer for i, layer in enumerate(layers) if i * count % total < count)
 
 
 def _window(layers: Iterable[int]) -> int:
