@@ -39,13 +39,12 @@ from toastkit.session.directory import Session
 from toastkit.stages.arrays import from_numpy
 from toastkit.stages.feed import feed_tokens
 from toastkit.stages.follow import GearRules
-from toastkit.stages.gear import gear
+from toastkit.stages.gear import gear, tallied
 from toastkit.stages.prefill import prefill
 from toastkit.stages.run.one_process import LocalRuns
 from toastkit.stages.run.pipe_decode import DecodeEnd
 from toastkit.stages.run.settings import ReadOptions
 from toastkit.stages.streams import compose, ends_run, whole_runs
-from toastkit.stages.tally import tallied
 
 # --------------------------------------------------------------------------------------- whole runs
 

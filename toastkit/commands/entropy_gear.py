@@ -39,8 +39,7 @@ def entropy_gear(strategy: str | None, **flags) -> int:
 def _filter(flags: dict[str, Any]) -> int:
     """Frames in, frames out."""
     from toastkit.commands.pipes import run_filter
-    from toastkit.stages.gear import gear
-    from toastkit.stages.tally import tallied
+    from toastkit.stages.gear import gear, tallied
 
     explain = cli.say if flags["explain"] else None
     rules = gear_rules(flags, explain)

@@ -5,11 +5,14 @@ It only decides: decode shifts, if told to (`--gear auto`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 
-from toastkit.frames import Frame, Head, Logits, Token
+from toastkit.frames import GEARS, End, Frame, Head, Logits, Token
 from toastkit.stages.follow import Follower, GearRules
 from toastkit.stages.streams import ends_run, whole_runs, with_logits
+from toastkit.text.exact_numbers import counted
 
 
 def gear(frames: Iterable[Frame], rules: GearRules) -> Iterator[Frame]:
@@ -26,6 +29,30 @@ def gear(frames: Iterable[Frame], rules: GearRules) -> Iterator[Frame]:
             if isinstance(frame, Head):
                 reader.begin(frame)
             follower.learn(frame)
+        yield frame
+
+
+def tallied(frames: Iterable[Frame], say: Callable[[str], None]) -> Iterator[Frame]:
+    """Pass on frames annotated by entropy-gear; say one line at the end of each run."""
+    gears: Counter[str] = Counter()
+    entropies: list[float] = []
+    shifts = 0
+    for frame in frames:
+        if isinstance(frame, Head):
+            gears, entropies, shifts = Counter(), [], 0
+        elif isinstance(frame, Logits) and frame.gear is not None and frame.entropy is not None:
+            gears[frame.gear] += 1
+            entropies.append(frame.entropy)
+            shifts += bool(frame.shifted)
+        elif isinstance(frame, End) and not entropies:
+            say("gears: no tokens")
+        elif isinstance(frame, End):
+            spread = ", ".join(f"{gear} {gears[gear]}" for gear in GEARS)
+            mean = math.fsum(entropies) / len(entropies)
+            say(
+                f"gears: {spread} of {counted(len(entropies), 'token')}; "
+                f"{counted(shifts, 'shift')}; mean entropy {mean:.2f} bits"
+            )
         yield frame
 
 
