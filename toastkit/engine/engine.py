@@ -31,8 +31,7 @@ from toastkit.engine.savepoints import (
 from toastkit.engine.state import Caches, ModelState
 from toastkit.holdings.forms import ORIGINAL, Form
 from toastkit.holdings.holdings import Holdings
-from toastkit.holdings.leaving import let_go
-from toastkit.holdings.policy import NO_WISH, PROMPT, Policy, Wish, decided
+from toastkit.holdings.policy import NO_WISH, PROMPT, Policy, Wish, decided, let_go
 from toastkit.holdings.streams import arrays_in
 from toastkit.model.supported import reads_on_host
 from toastkit.native.starting import OFF, NativeOptions
