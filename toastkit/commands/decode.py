@@ -50,11 +50,10 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 @options.no_daemon
 def decode(prompt: tuple[str, ...], **flags) -> int:
     policy_flags.reject_unused(flags)
-    insisted = policy_flags.insisted(flags)
     first = _first_byte(prompt, flags)
     if starts_frames(first):
         _refuse_text(prompt, flags)
-        return _filter(flags, first, insisted)
+        return _filter(flags, first)
     cli.refuse_together("is for frames, but there are none on stdin", *ONLY_FRAMES)
     if flags["as_json"]:
         cli.refuse_together("is for text, not with --json", "no_newline")
@@ -62,7 +61,7 @@ def decode(prompt: tuple[str, ...], **flags) -> int:
         cli.refuse_together("needs --json, which shows them", "top")
     if flags["require_hit"] and flags["session"] is None and flags["fork"] is None:
         raise UsageError("--require-hit needs a --session or a --fork")
-    return _answer(prompt, flags, first, insisted)
+    return _answer(prompt, flags, first)
 
 
 def _refuse_text(prompt: tuple[str, ...], flags: dict[str, Any]) -> None:
@@ -84,8 +83,8 @@ def _first_byte(prompt: tuple[str, ...], flags: dict[str, Any]) -> bytes:
     return first_byte()
 
 
-def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
-    """Frames in, frames out: the middle of a pipeline. insisted: as in Engines."""
+def _filter(flags: dict[str, Any], first: bytes) -> int:
+    """Frames in, frames out: the middle of a pipeline."""
     from toastkit.commands.engines import Engines
     from toastkit.commands.pipes import run_filter
     from toastkit.stages.decode import decode as stage
@@ -106,7 +105,7 @@ def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
         from toastkit.stages.gear import Follower, followed
 
         follower = Follower(gear_flags.gear_rules(flags))
-    engines = Engines(flags, policy_flags.policy_options(flags), insisted, prompts=False)
+    engines = Engines(flags, prompts=False)
 
     def build(frames, signals):
         engines.heed(signals)
@@ -124,10 +123,8 @@ def _filter(flags: dict[str, Any], first: bytes, insisted: str | None) -> int:
         engines.close()
 
 
-def _answer(
-    prompt: tuple[str, ...], flags: dict[str, Any], first: bytes, insisted: str | None
-) -> int:
-    """Text in, text out: all stages in this process. insisted: as in Engines."""
+def _answer(prompt: tuple[str, ...], flags: dict[str, Any], first: bytes) -> int:
+    """Text in, text out: all stages in this process."""
     from toastkit.commands.detokenize import TextWriter, check_length
     from toastkit.commands.prompt import prompt_tokenizer, prompts
     from toastkit.interrupts import Signals
@@ -144,7 +141,7 @@ def _answer(
     chain = options.sampling_options(flags, sampling_defaults(tokenizer.files), None)
     chain.validate(tokenizer.vocab)
     # Opened before the tokenizer is read: another thread prefaults its pages meanwhile.
-    engine, here = _open(tokenizer, flags, signals, insisted)
+    engine, here = _open(tokenizer, flags, signals)
     with closing(engine):
         stage = _stages(wanted, tokenizer, flags, chain, engine, here, signals, outcome)
         signals.graceful = True
@@ -159,7 +156,7 @@ def _answer(
     return signals.code or check_length(outcome, flags["fail_on_length"])
 
 
-def _open(tokenizer, flags, signals, insisted) -> tuple[Any, bool]:
+def _open(tokenizer, flags, signals) -> tuple[Any, bool]:
     """The engine, and whether it is this process's own, which is not loaded yet."""
     from toastkit.commands.engines import attach, open_unloaded
 
@@ -167,7 +164,7 @@ def _open(tokenizer, flags, signals, insisted) -> tuple[Any, bool]:
     if policies.gives_up:
         signals.on_memory_warning()
     if not policies.changes_results:
-        engine = attach(flags, lambda: tokenizer.fingerprint, insisted)
+        engine = attach(flags, lambda: tokenizer.fingerprint)
         if engine is not None:
             return engine, False
     return open_unloaded(tokenizer.files, flags, policies, signals), True

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from toastkit.commands import policy_flags
 from toastkit.commands.cli import given, say
 from toastkit.commands.options import native_options
 from toastkit.commands.progress import last_part, waiting
@@ -25,22 +26,14 @@ class Engines:
     """Called with a head, returns the engine of that head's model.
 
     flags: the values of --model, --device, --dtype, --kv-bits, --no-daemon, --quiet and --verbose,
-    and what native_options takes. policies: of an engine that is loaded here; a daemon's has none
-    that change results. insisted: what a daemon must keep on its device, None for anything.
-    prompts: see Engine.load. engine: the last one returned, None before.
+    and what native_options and policy_options take; a daemon's engine has no policies that change
+    results. prompts: see Engine.load. engine: the last one returned, None before.
     """
 
-    def __init__(
-        self,
-        flags: dict[str, Any],
-        policies: PolicyOptions,
-        insisted: str | None = None,
-        prompts: bool = True,
-    ):
+    def __init__(self, flags: dict[str, Any], prompts: bool = True):
         self._flags = flags
         self._prompts = prompts
-        self._policies = policies
-        self._insisted = insisted
+        self._policies = policy_flags.policy_options(flags)
         self._signals: Signals | None = None
         self._model: tuple[str, str] | None = None
         self.engine: StepEngine | None = None
@@ -63,7 +56,7 @@ class Engines:
         files = self._located(head) if self._flags["model"] else None
         engine: StepEngine | None = None
         if not self._policies.changes_results:
-            engine = attach(self._flags, lambda: head.fingerprint, self._insisted, self._signals)
+            engine = attach(self._flags, lambda: head.fingerprint, self._signals)
         if engine is None:
             files = files or self._located(head)
             engine = open_unloaded(files, self._flags, self._policies, self._signals)
@@ -86,21 +79,19 @@ class Engines:
 def attach(
     flags: dict[str, Any],
     fingerprint: Callable[[], str],
-    insisted: str | None = None,
     signals: Signals | None = None,
 ) -> StepEngine | None:
     """A daemon's engine for the model, if one runs it as the flags would; else None. Without a
     daemon this costs one look at a path; if the command line says how products are computed, none
-    is asked. insisted: the required setting of its residency and slots, None for any. signals: end
-    the wait for its answer. Raises UsageError for a TOAST_SOCKET that cannot be a socket's path,
-    and for a daemon that runs the model with another setting."""
+    is asked. signals: end the wait for its answer. Raises UsageError for a TOAST_SOCKET that cannot
+    be a socket's path, and for a daemon that runs the model with another setting."""
     here = flags["no_daemon"] or given(*NativeOptions._fields)
     path = None if here else _daemon_socket()
     if path is None:
         return None
     from toastkit.engine.remote import attach as attach_to_daemon
 
-    tell = say if flags["verbose"] else None
+    tell, insisted = say if flags["verbose"] else None, policy_flags.insisted(flags)
     device, dtype, kv_bits = (flags[name] for name in ("device", "dtype", "kv_bits"))
     return attach_to_daemon(path, fingerprint(), device, dtype, kv_bits, tell, insisted, signals)
 

@@ -28,8 +28,7 @@ def prefill(**flags) -> int:
 
     policy_flags.reject_unused(flags)
     settings = read_options(flags)
-    insisted = policy_flags.insisted(flags)
-    engines = Engines(flags, policy_flags.policy_options(flags), insisted)
+    engines = Engines(flags)
 
     def build(frames, signals):
         engines.heed(signals)
