@@ -19,7 +19,7 @@ from tests.model.test_native_operations import alike, library
 from tests.model.test_recurrences import quantise, read
 from tests.native_library import needed, operations_of, watched
 from toastkit.native import replacing
-from toastkit.native.layers import kimi
+from toastkit.native.layers.decoder import KimiLayer
 from toastkit.native.library import NONE
 
 __all__ = ["library"]
@@ -43,7 +43,7 @@ def made() -> tuple[Any, Any]:
 
 
 def of_their_parts(model: Any, parts: list[int]) -> tuple[mx.array, list[mx.array]]:
-    with patch.object(kimi.KimiLayer, "natively", lambda *_: None):
+    with patch.object(KimiLayer, "natively", lambda *_: None):
         return read(model, parts)
 
 
@@ -62,7 +62,7 @@ def test_layers_in_one_node(bits: int) -> None:
     x, caches = mx.random.normal((2, 5, 64)), [ArraysCache(4), ArraysCache(4)]
     for layer, native in zip(ours.layers, first):
         found = native(x, None, caches[0])
-        with patch.object(kimi.KimiLayer, "natively", lambda *_: None):
+        with patch.object(KimiLayer, "natively", lambda *_: None):
             assert mx.array_equal(found, layer(x, None, caches[1]))
         assert all(map(mx.array_equal, caches[0].cache, caches[1].cache))
     assert operations_of(stepped(ours)).count("ToastKimiLayer") == 2

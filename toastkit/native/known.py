@@ -24,10 +24,10 @@ from toastkit.native.layers.decoder import (
     ConvolutionLayer,
     Decoder,
     FourProjections,
+    KimiLayer,
     ParallelLayer,
     TwoProjections,
 )
-from toastkit.native.layers.kimi import KimiLayer
 from toastkit.native.layers.latent_attention import (
     ExpandedAttention,
     LatentAttention,

@@ -1,6 +1,6 @@
 """Gated delta nets of Qwen3-Next and Qwen3.5 in few nodes; and decoder layers with attention or
-another mixer: such a delta net, a short convolution (LFM2), or Mamba-2 in parallel (Falcon-H1).
-Recognised by their source (known.py)."""
+another mixer: such a delta net, that of Kimi Linear, a short convolution (LFM2), or Mamba-2 in
+parallel (Falcon-H1). Recognised by their source (known.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from toastkit.native.layers.blocks import FEW, Layer
 from toastkit.native.layers.plans import Extras
 from toastkit.native.layers.recurrent import RecurrentLayer, StepPlan, norms_of, step_plan
 from toastkit.native.library import in_use
+from toastkit.native.modules.norms import Norm
 from toastkit.native.modules.recurrent import MAX_KERNEL, Convolution
+
+KIMI_SEQUENCES = ("q", "k", "v")
+KIMI_GATES = ("f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj")
 
 
 class DeltaLayer(Native):
@@ -91,6 +95,35 @@ class Decoder(RecurrentLayer):
         sizes = rule.num_k_heads, rule.num_v_heads, rule.head_k_dim, rule.head_v_dim, len(names)
         net, network = _DeltaNet(*sizes), self["mlp"]
         return step_plan(self, columns, modules, parts, network, more, norms, arrays, net)
+
+
+class KimiLayer(RecurrentLayer):
+    """Kimi Linear's layer: of Kimi Delta Attention (arXiv 2510.26692), or of latent attention. All
+    (B, L, columns) float32."""
+
+    _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
+    _function = "kimi_layer"
+
+    def _step_plan(self: Any, columns: int) -> StepPlan | None:
+        rule, network = self["self_attn"], self["mlp"]
+        short = [rule[f"{name}_conv"] for name in KIMI_SEQUENCES]
+        convs, norm = [one["conv"] for one in short], rule["o_norm"]
+        known = all(type(one).__call__ is Known.__call__ for one in (rule, *short))
+        plain = all(type(one).__call__ is Convolution.__call__ and one.is_plain() for one in convs)
+        if not (known and plain) or any("bias" in one for one in convs):
+            return None
+        norms = norms_of(self, norm)
+        if norms is None or type(norm).__call__ is not Norm.__call__:
+            return None
+        arrays = [(convs[0], "weight"), (convs[1], "weight"), None, (convs[2], "weight")]
+        arrays += [(rule, "A_log"), (rule, "dt_bias")]
+        parts = [*(rule[f"{name}_proj"] for name in KIMI_SEQUENCES), rule["o_proj"]]
+        gates, modules = [rule[name] for name in KIMI_GATES], (self, rule, *short, *convs)
+        size = ctypes.c_int32(rule.head_dim)
+        plan = step_plan(self, columns, modules, parts, network, gates, norms, arrays, size)
+        if plan is not None:
+            plan.shape.heads = rule.num_heads
+        return plan
 
 
 class ParallelLayer(Layer):
