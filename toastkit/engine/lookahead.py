@@ -9,8 +9,10 @@ is an array whose memory is written before anything is evaluated.
 
 from __future__ import annotations
 
+import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -23,8 +25,42 @@ from toastkit.engine.savepoints import (
     take_savepoint,
 )
 from toastkit.gears.entropy_graph import NativeSummary
-from toastkit.native.awaited import Awaited
-from toastkit.native.library import in_use
+from toastkit.native.library import Library, in_use
+
+SPARE_TASKS = 16  # margin for the few operations besides
+
+
+class Awaited:
+    """A placeholder for a token to be named later. array: uint32 (), lazy. Once it is submitted,
+    nothing submitted later may be waited for before the token is named. If never named, or the
+    process ends, it is 0."""
+
+    def __init__(self, library: Library):
+        self._c = library.c
+        self.array = mx.array(0, mx.uint32)
+        self._handle: ctypes.c_void_p | None = ctypes.c_void_p()
+        self._c.awaited(self.array, ctypes.byref(self._handle))
+
+    def name(self, token: int) -> None:
+        """Name the token; only the first call counts."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._c.name_awaited(handle, token)
+
+    @contextmanager
+    def handing_over(self, waiting: mx.array) -> Iterator[None]:
+        """Context in which an array (...) of any dtype that depends on the token, and little else,
+        is submitted: without it MLX would block while many tasks are unfinished."""
+        tasks = self._c.operations(waiting) + SPARE_TASKS
+        self._c.count_tasks(-tasks)
+        try:
+            yield
+        finally:
+            self._c.count_tasks(tasks)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self.name(0)
 
 
 class Lookahead:
