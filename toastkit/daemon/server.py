@@ -43,7 +43,8 @@ class Server:
     """Listening sockets and connections.
 
     listeners: listening Unix sockets. on_stop, on_reload: handlers of these requests. debug: called
-    with one line for every connection closed for a reason.
+    with one line for every connection closed for a reason. wake_fd: wakes the loop when written to,
+    for signal.set_wakeup_fd; non-blocking.
     """
 
     def __init__(
@@ -67,10 +68,10 @@ class Server:
         self._sweep_at: float | None = None
         self._started = time.monotonic()
         self._served = self._refused = 0
-        self._wake_read, self._wake_write = os.pipe()
+        self._wake_read, self.wake_fd = os.pipe()
         self._awake = False
         self._poll = select.poll()
-        for end in (self._wake_read, self._wake_write):
+        for end in (self._wake_read, self.wake_fd):
             os.set_blocking(end, False)
         self._poll.register(self._wake_read, select.POLLIN)
         for fd, listener in self._listeners.items():
@@ -79,18 +80,12 @@ class Server:
 
     # ------------------------------------------------------------------- for other threads
 
-    @property
-    def wake_fd(self) -> int:
-        """Descriptor that wakes the loop when written to, for signal.set_wakeup_fd.
-        Non-blocking."""
-        return self._wake_write
-
     def wake(self) -> None:
         """Wake the loop. From any thread."""
         if not self._awake:
             self._awake = True
             with suppress(OSError):  # full: it wakes in any case; closed: there is nobody to wake
-                os.write(self._wake_write, b"!")
+                os.write(self.wake_fd, b"!")
 
     def _attend(self, connection: Connection) -> None:
         self._attention.append(connection)
@@ -370,6 +365,6 @@ class Server:
         self.stop_listening()
         for connection in list(self._connections.values()):
             self._close(connection)
-        for end in (self._wake_read, self._wake_write):
+        for end in (self._wake_read, self.wake_fd):
             os.close(end)
-        self._wake_read = self._wake_write = -1
+        self._wake_read = self.wake_fd = -1

@@ -29,7 +29,7 @@ from toastkit.engine.savepoints import (
     undone_on_failure,
 )
 from toastkit.engine.state import Caches, ModelState
-from toastkit.holdings.forms import ORIGINAL, Form
+from toastkit.holdings.forms import ORIGINAL
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.policy import NO_WISH, PROMPT, Policy, Wish, decided, let_go
 from toastkit.holdings.streams import arrays_in
@@ -148,7 +148,7 @@ class Engine:
         """Bring modules into the forms wanted of them, and notify the policies that decided so."""
         start = time.perf_counter()
         try:
-            wanted = self._wanted(paths)
+            wanted = decided(dict.fromkeys(paths, ORIGINAL), self.policies)
             let_go(self.holdings, wanted)
             made = self.holdings.change(wanted) or 0
         except BaseException:
@@ -157,10 +157,6 @@ class Engine:
             raise
         for policy in deciding:
             policy.changed(time.perf_counter() - start, made)
-
-    def _wanted(self, paths: Iterable[str]) -> dict[str, Form]:
-        """Return the forms that the policies want of some modules."""
-        return decided(dict.fromkeys(paths, ORIGINAL), self.policies)
 
     def shift(self, gear: str) -> bool:
         """Shift the model into a gear; False if it is in it already. Raises as `load`."""
