@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import select
 import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from toastkit.descriptors import GONE
@@ -23,6 +25,8 @@ from toastkit.interrupts import Interrupt
 
 MAX_REPLY = 64 << 20  # bytes of a line; the longest is an answer's whole text, or a step's logits
 NOBODY = (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED)
+SILENCE_SECONDS = 5.0  # without a reply, until that is told
+RETRY_SECONDS = 0.02  # between attempts to connect where too many wait for the listener
 
 _UCRED = struct.Struct("iII")  # Linux: pid, uid, gid
 _XUCRED = struct.Struct("IIh2x16I")  # macOS: version, uid, number of groups, groups
@@ -54,14 +58,95 @@ def may_connect(peer: Peer) -> bool:
     return peer.uid in (os.geteuid(), 0)
 
 
-def connect(path: str, own: bool = False) -> socket.socket | None:
+class Waiter:
+    """Waits for one daemon, never blocking where a signal would not help.
+
+    interrupts: if given, a signal ends the waiting. watch: a pipe or a socket, such as stdout; once
+    it has no reader, waiting ends with BrokenPipeError. deadline: of time.monotonic; past it,
+    waiting ends with TimeoutError. silent: called once if nothing has come after SILENCE_SECONDS.
+    """
+
+    def __init__(
+        self,
+        interrupts: Interrupt | None = None,
+        watch: int | None = None,
+        deadline: float | None = None,
+        silent: Callable[[], None] | None = None,
+    ):
+        self._interrupts = interrupts
+        self._watch = watch
+        self._deadline = math.inf if deadline is None else deadline
+        self._silent = silent
+        self._tell_at = math.inf if silent is None else time.monotonic() + SILENCE_SECONDS
+        self._poll = select.poll()
+        if interrupts is not None:
+            self._poll.register(interrupts.fileno(), select.POLLIN)
+        if watch is not None:
+            self._poll.register(watch, 0)
+
+    def heed_no_more(self) -> None:
+        """Leave signals to others from now on."""
+        if self._interrupts is not None:
+            self._poll.unregister(self._interrupts.fileno())
+            self._interrupts = None
+
+    def heard(self) -> None:
+        """Note that something has come: silence after that is not told."""
+        self._tell_at = math.inf
+
+    def ready(self, connection: socket.socket, events: int) -> bool:
+        """Wait until a socket is ready for `events`; False if a signal came first."""
+        self._poll.register(connection, events)
+        while (found := self._look()) is not None:
+            if connection.fileno() in found:
+                return True
+        return False
+
+    def pause(self, seconds: float) -> bool:
+        """Wait for so long; False if a signal came first."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self._look(until) is None:
+                return False
+        return True
+
+    def _look(self, until: float = math.inf) -> dict[int, int] | None:
+        """Poll once, up to a time at most; the events by descriptor, None for a signal."""
+        now = time.monotonic()
+        if now >= self._deadline:
+            raise TimeoutError
+        if self._silent is not None and now >= self._tell_at:
+            self._tell_at = math.inf
+            self._silent()
+        left = min(until, self._deadline, self._tell_at) - now
+        found = dict(self._poll.poll(None if left == math.inf else max(left, 0) * 1000))
+        interrupts = self._interrupts
+        if interrupts is not None and interrupts.fileno() in found and interrupts.noted():
+            return None
+        if self._watch is not None and found.get(self._watch, 0) & GONE:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        return found
+
+
+def connect(path: str, own: bool = False, waiter: Waiter | None = None) -> socket.socket | None:
     """Return a connected socket, None if nobody listens. Raises UnavailableError if the listener
     cannot be reached, or is neither this user nor root and so could read the requests. Root may
-    connect to anybody, except with `own`."""
+    connect to anybody, except with `own`.
+
+    Where too many connections wait for the listener, it is tried again, up to what ends the
+    waiter's waiting; a signal raises InterruptedError.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    waiter = waiter or Waiter()
     try:
-        connection.connect(path)
+        connection.setblocking(False)
+        while not _connected(connection, path):
+            if not waiter.pause(RETRY_SECONDS):
+                raise InterruptedError
         peer = peer_of(connection)
+    except (BrokenPipeError, InterruptedError, TimeoutError):
+        connection.close()
+        raise
     except OSError as error:
         connection.close()
         if error.errno in NOBODY:
@@ -79,45 +164,35 @@ def connect(path: str, own: bool = False) -> socket.socket | None:
     raise UnavailableError(f"what listens at {path} is another user's (uid {peer.uid})")
 
 
-class Wire:
-    """Requests to the daemon at `path` and its replies, over a connected socket, never blocking
-    where a signal would not help.
+def _connected(connection: socket.socket, path: str) -> bool:
+    """Connect a non-blocking socket; False if the listener's backlog is full. (Blocking, connect(2)
+    waits until the listener accepts, for ever if it is stopped.)"""
+    try:
+        connection.connect(path)
+    except BlockingIOError:
+        return False
+    return True
 
-    interrupts: if given, a signal ends the replies. watch: a pipe or a socket, such as stdout; once
-    it has no reader, waiting ends with BrokenPipeError. deadline: of time.monotonic; past it,
-    waiting ends with TimeoutError. refusal: raised for what is no reply. over: the connection has
-    ended.
+
+class Wire:
+    """Requests to the daemon at `path` and its replies, over a connected socket. waiter: waits for
+    them. refusal: raised for what is no reply. over: the connection has ended.
     """
 
     def __init__(
         self,
         connection: socket.socket,
         path: str,
-        interrupts: Interrupt | None = None,
-        watch: int | None = None,
-        deadline: float | None = None,
+        waiter: Waiter | None = None,
         refusal: type[ToastError] = DataError,
     ):
         connection.setblocking(False)
         self.name = f"the daemon at {path}"
         self._socket = connection
-        self._interrupts = interrupts
-        self._watch = watch
-        self._deadline = deadline
+        self._waiter = waiter or Waiter()
         self._refusal = refusal
-        self._poll = select.poll()
-        if interrupts is not None:
-            self._poll.register(interrupts.fileno(), select.POLLIN)
-        if watch is not None:
-            self._poll.register(watch, 0)
         self._buffer = bytearray()
         self.over = False
-
-    def heed_no_more(self) -> None:
-        """Leave signals to others from now on."""
-        if self._interrupts is not None:
-            self._poll.unregister(self._interrupts.fileno())
-            self._interrupts = None
 
     def send(self, request: dict[str, Any], fd: int | None = None) -> None:
         """Send a request, or as much as the peer takes before it closes: its reply can still be
@@ -135,7 +210,7 @@ class Wire:
                 else:
                     view, fd = view[socket.send_fds(self._socket, [view], [fd]) :], None
             except BlockingIOError:
-                if not self._wait(select.POLLOUT):
+                if not self._waiter.ready(self._socket, select.POLLOUT):
                     return
             except OSError:
                 return
@@ -175,7 +250,7 @@ class Wire:
         return line
 
     def _fill(self) -> bool:
-        while not self.over and self._wait(select.POLLIN):
+        while not self.over and self._waiter.ready(self._socket, select.POLLIN):
             try:
                 data = self._socket.recv(1 << 18)
             except BlockingIOError:
@@ -183,25 +258,10 @@ class Wire:
             except OSError:
                 data = b""
             self._buffer += data
+            self._waiter.heard()
             self.over = not data
             return bool(data)
         return False
-
-    def _wait(self, events: int) -> bool:
-        """Wait until the socket is ready for `events`; False if a signal came first."""
-        self._poll.register(self._socket, events)
-        while True:
-            left = None if self._deadline is None else self._deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError
-            ready = dict(self._poll.poll(None if left is None else left * 1000))
-            interrupts = self._interrupts
-            if interrupts is not None and interrupts.fileno() in ready and interrupts.noted():
-                return False
-            if self._watch is not None and ready.get(self._watch, 0) & GONE:
-                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-            if self._socket.fileno() in ready:
-                return True
 
 
 def remote_error(error: Any) -> ToastError:

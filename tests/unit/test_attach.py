@@ -71,9 +71,16 @@ class Noted(Interrupt):
         return self.ends[0]
 
 
-def test_a_signal_ends_the_wait_for_a_silent_daemon() -> None:
+def test_a_signal_ends_the_wait_for_a_silent_daemon(tmp_path: Path) -> None:
     with FakeDaemon(HOLD) as daemon, pytest.raises(SystemExit) as ended:
         attach(daemon.path, MODEL, "auto", None, None, interrupts=Noted(15))
+    assert ended.value.code == 143
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as other:
+        listener.bind(path := str(tmp_path / "s"))
+        listener.listen(0)
+        other.connect(path)  # and no more can
+        with pytest.raises(SystemExit) as ended:
+            attach(path, MODEL, "auto", None, None, interrupts=Noted(15))
     assert ended.value.code == 143
     with FakeDaemon([HELLO]) as daemon:  # a run is for its stage to end
         engine = attach(daemon.path, MODEL, "auto", None, None, interrupts=Noted())

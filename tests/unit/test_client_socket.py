@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,30 @@ def test_what_is_no_reply() -> None:
     asked = {**ASK, "messages": [{"role": "user", "content": "\udcff"}]}
     with FakeDaemon([DROP]) as daemon, pytest.raises(DataError, match="not UTF-8"):
         list(SocketBackend(daemon.path).ask(asked))
+
+
+def test_silence_is_told_once(monkeypatch: pytest.MonkeyPatch, signals: Signals) -> None:
+    """Of a daemon that does not take the connection, or gives no reply, and of no other."""
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", 0.05)
+    told: list[str] = []
+    with FakeDaemon([HOLD], [{"text": "a"}, HOLD]) as daemon, ExitStack() as waiting:
+        for _ in range(2):
+            backend = SocketBackend(daemon.path, None, signals, silent=lambda: told.append("s"))
+            timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM])
+            timer.start()
+            list(backend.ask(ASK))
+            timer.join()
+            signals.forget()
+        assert told == ["s"]
+        listener = waiting.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(daemon.path + "x")
+        listener.listen(0)
+        waiting.enter_context(socket.socket(socket.AF_UNIX)).connect(daemon.path + "x")
+        timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM])
+        timer.start()
+        backend = SocketBackend(daemon.path + "x", None, signals, silent=lambda: told.append("c"))
+        assert list(backend.ask(ASK)) == [] and told == ["s", "c"]
+        timer.join()
 
 
 def test_what_the_daemon_said_before_it_closed_is_heard() -> None:

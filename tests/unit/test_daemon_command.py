@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import click
 import pytest
@@ -32,8 +33,22 @@ def silent() -> Iterator[str]:
     with short_directory() as directory, socket.socket(socket.AF_UNIX) as listener:
         path = str(directory / "s")
         listener.bind(path)
-        listener.listen()
+        listener.listen(8)
         yield path
+
+
+@contextmanager
+def backlog_of(path: str, most: int = 99) -> Iterator[None]:
+    """So many connections that wait for a listener, or all that may."""
+    with ExitStack() as waiting:
+        for _ in range(most):
+            client = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            try:
+                client.connect(path)
+            except BlockingIOError:
+                break
+        yield
 
 
 def test_the_actions(home: Home, capsys: pytest.CaptureFixture) -> None:
@@ -145,10 +160,14 @@ def test_no_daemon_or_one_that_does_not_answer(silent: str, monkeypatch) -> None
             act(action, f"{silent}x")
     monkeypatch.setattr(command, "ANSWER_SECONDS", 0.05)
     monkeypatch.setattr(command, "STOP_SECONDS", 0.05)
-    with pytest.raises(errors.UnavailableError, match="does not answer"):
-        act("status", silent)
-    with pytest.raises(errors.BusyError, match="does not answer"):
-        act("stop", silent)
+    with backlog_of(silent, 1):
+        for action in (*command.ACTIONS, "restart"):
+            with pytest.raises(errors.UnavailableError, match="does not answer"):
+                act(action, silent)
+    with backlog_of(silent):  # what a stopped daemon's clients leave, one after the other
+        for action in (*command.ACTIONS, "restart"):
+            with pytest.raises(errors.UnavailableError, match="does not answer"):
+                act(action, silent)
 
 
 def test_a_daemon_that_is_not_well(silent: str, monkeypatch, capsys) -> None:

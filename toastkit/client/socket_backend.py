@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from toastkit.errors import BusyError, UnavailableError
 from toastkit.interrupts import Signals
-from toastkit.wire import Wire, remote_error
+from toastkit.wire import Waiter, Wire, remote_error
 from toastkit.wire import connect as connect_socket
 
 LAST = ("end", "error", "health", "status", "stopping", "reloading")  # replies that end a request
@@ -18,7 +18,7 @@ LAST = ("end", "error", "health", "status", "stopping", "reloading")  # replies 
 
 class SocketBackend:
     """The daemon that listens at `path`. connection: an open one, for the first request.
-    interrupts, watch: as in wire.Wire."""
+    interrupts, watch, silent: as in wire.Waiter."""
 
     def __init__(
         self,
@@ -26,12 +26,14 @@ class SocketBackend:
         connection: socket.socket | None = None,
         interrupts: Signals | None = None,
         watch: int | None = None,
+        silent: Callable[[], None] | None = None,
     ):
         self.path = path
         self.name = f"the daemon at {path}"
         self._connection = connection
         self._interrupts = interrupts
         self._watch = watch
+        self._silent = silent
 
     def ask(self, request: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The replies to a request, up to the last one, or up to a signal.
@@ -39,7 +41,11 @@ class SocketBackend:
         Raises UnavailableError if the daemon is not there or goes away, DataError for an invalid
         reply, BrokenPipeError once nobody reads the output.
         """
-        wire = Wire(self._connect(), self.path, self._interrupts, self._watch)
+        waiter = Waiter(self._interrupts, self._watch, silent=self._silent)
+        try:
+            wire = Wire(self._connect(waiter), self.path, waiter)
+        except InterruptedError:
+            return
         if self._interrupts is not None:
             self._interrupts.graceful = True
         try:
@@ -74,36 +80,47 @@ class SocketBackend:
             self._connection.close()
             self._connection = None
 
-    def _connect(self) -> socket.socket:
+    def _connect(self, waiter: Waiter) -> socket.socket:
         """The open connection or, for a later request, a new one."""
         connection, self._connection = self._connection, None
         if connection is not None and _is_over(connection):  # it was open for long: a chat
             connection.close()
             connection = None
-        return connection or _connected(self.path)
+        return connection or _connected(self.path, waiter)
 
 
 def connect(
-    path: str, interrupts: Signals | None = None, watch: int | None = None
+    path: str,
+    interrupts: Signals | None = None,
+    watch: int | None = None,
+    silent: Callable[[], None] | None = None,
 ) -> SocketBackend | None:
     """Connect to the daemon at a path; None if nobody answers.
 
     Raises UnavailableError if somebody does but permission is denied.
     """
-    connection = connect_socket(path)
-    return None if connection is None else SocketBackend(path, connection, interrupts, watch)
+    connection = connect_socket(path, waiter=Waiter(interrupts, watch, silent=silent))
+    if connection is None:
+        return None
+    return SocketBackend(path, connection, interrupts, watch, silent)
+
+
+class SilentError(UnavailableError):
+    """A daemon that does not answer: it is stopped, or hangs."""
 
 
 def control(path: str, op: str, timeout: float, to_end: bool = False) -> dict[str, Any]:
     """The daemon's reply to `op`: status, stop, health, reload.
 
     timeout: seconds. to_end: wait until the daemon has closed the connection, which it does last of
-    all. Raises the error that the daemon replies with, and UnavailableError if none answers, or not
-    in time; to_end: BusyError.
+    all. Raises the error that the daemon replies with, UnavailableError if none is there,
+    SilentError if it does not answer in time, BusyError if it has not ended then.
     """
-    wire = Wire(_connected(path), path, deadline=time.monotonic() + timeout)
+    waiter = Waiter(deadline=time.monotonic() + timeout)
     last: dict[str, Any] | None = None
+    wire: Wire | None = None
     try:
+        wire = Wire(_connected(path, waiter), path, waiter)
         wire.send({"op": op})
         while (last is None or to_end) and (reply := wire.reply()) is not None:
             if "error" in reply:
@@ -111,19 +128,21 @@ def control(path: str, op: str, timeout: float, to_end: bool = False) -> dict[st
             if not reply.keys().isdisjoint(LAST):
                 last = reply
     except TimeoutError as error:
-        if to_end:
-            what = "does not answer" if last is None else "is still finishing requests"
-            raise BusyError(f"{wire.name} {what}", hint="wait, or kill it") from error
-        raise UnavailableError(f"{wire.name} does not answer") from error
+        hint = "wait, or kill it"
+        if last is None:
+            raise SilentError(f"the daemon at {path} does not answer", hint=hint) from error
+        message = f"the daemon at {path} is still finishing requests"
+        raise BusyError(message, hint=hint) from error
     finally:
-        wire.close()
+        if wire is not None:
+            wire.close()
     if last is None:
-        raise UnavailableError(f"{wire.name} closed the connection")
+        raise UnavailableError(f"the daemon at {path} closed the connection")
     return last
 
 
-def _connected(path: str) -> socket.socket:
-    connection = connect_socket(path)
+def _connected(path: str, waiter: Waiter) -> socket.socket:
+    connection = connect_socket(path, waiter=waiter)
     if connection is None:
         raise UnavailableError(f"no daemon answers at {path}")
     return connection

@@ -114,8 +114,7 @@ def toasted(action: str | None, **flags) -> int:
     if restarts:
         options.checkpoint(flags)  # before the one that serves is stopped for nothing
         policy_flags.service_settings(flags)
-        with suppress(UnavailableError):  # there is none to stop
-            _stop(flags["socket"])
+        _stop_if_there(flags["socket"])
     return _run_in_background(flags) if flags["daemon"] else _run(flags, cli.say)
 
 
@@ -254,6 +253,18 @@ def _stop(path: str) -> dict[str, Any]:
     from toastkit.client.socket_backend import control
 
     return control(path, "stop", STOP_SECONDS, True)
+
+
+def _stop_if_there(path: str) -> None:
+    """Stop the daemon before another takes its place. Raises SilentError for one that hangs."""
+    from toastkit.client.socket_backend import SilentError
+
+    try:
+        _stop(path)
+    except SilentError:
+        raise
+    except UnavailableError:
+        pass  # there is none, or it is gone
 
 
 def _lines(action: str, told: dict[str, Any]) -> Iterator[str]:

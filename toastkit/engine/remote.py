@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from toastkit.errors import ToastError, UnavailableError, UsageError
 from toastkit.holdings.policy import NO_WISH, Wish
-from toastkit.wire import Wire, connect, remote_error
+from toastkit.wire import Waiter, Wire, connect, remote_error
 
 if TYPE_CHECKING:
     import socket
@@ -40,6 +40,7 @@ def attach(
     say: Callable[[str], None] | None = None,
     resident: str | None = None,
     interrupts: Interrupt | None = None,
+    silent: Callable[[], None] | None = None,
 ) -> RemoteEngine | None:
     """Return the engine of the daemon that listens at a path, or None if there is none, or if it
     would not compute what this process would.
@@ -47,22 +48,26 @@ def attach(
     fingerprint: of the model. device, dtype, kv_bits: as --device, --dtype and --kv-bits have them;
     the daemon must use what they would give here. say: takes a line on what a running daemon
     answered. resident: the setting that its residency must have, as ResidencyOptions.setting has
-    it; None for any. interrupts: a signal ends the wait for an answer, and the process. Raises
-    UsageError if it has another.
+    it; None for any. interrupts: a signal ends the wait for an answer, and the process. silent:
+    called once if that takes long. Raises UsageError if it has another.
     """
+    waiter = Waiter(interrupts, silent=silent)
     try:
-        connection = connect(path, own=True)
+        connection = connect(path, True, waiter)
     except UnavailableError:
         return None  # it listens, but for other users only
+    except InterruptedError as error:
+        assert interrupts is not None
+        raise SystemExit(interrupts.code) from error
     if connection is None:
         return None
-    daemon = Operations(connection, path, interrupts)
+    daemon = Operations(connection, path, waiter)
     engine: RemoteEngine | None = None
     status = f"using the weights of the daemon at {path}"
     try:
         of = {"fingerprint": fingerprint, "device": device, "dtype": dtype, "kv_bits": kv_bits}
         engine = RemoteEngine(daemon, daemon.ask("attach", of))
-        daemon.heed_no_more()  # a run in progress is for the stage to end
+        waiter.heed_no_more()  # a run in progress is for the stage to end
     except ToastError as error:
         if interrupts:
             raise SystemExit(interrupts.code) from error
@@ -85,11 +90,10 @@ def attach(
 class Operations:
     """Ops to the daemon and their answers, in turn. waiting: the op whose answer is due."""
 
-    def __init__(self, connection: socket.socket, path: str, interrupts: Interrupt | None = None):
+    def __init__(self, connection: socket.socket, path: str, waiter: Waiter | None = None):
         self.waiting: str | None = None
-        self._wire = Wire(connection, path, interrupts, refusal=UnavailableError)
+        self._wire = Wire(connection, path, waiter, refusal=UnavailableError)
         self.refuse, self.close = self._wire.refuse, self._wire.close
-        self.heed_no_more = self._wire.heed_no_more
 
     def ask(self, op: str, fields: dict[str, Any], fd: int | None = None) -> dict[str, Any]:
         """Return the daemon's answer to an op. Raises the error that it answers with, and
