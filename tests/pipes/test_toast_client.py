@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ import pytest
 from tests.forked import executable
 from tests.pipes.pipelines import begin, json_lines
 from tests.pipes.toast_runs import kept, without_out
+from tests.terminals import Terminal
 from tests.unit.fake_daemon import DROP, END, HOLD, SECONDS, FakeDaemon, answer, failure
 from tests.unit.test_cli import lines_of
+from toastkit.commands import program_name
 
 Run = Callable[..., subprocess.CompletedProcess]
 HELLO = answer("Hello", " there.")
@@ -28,6 +31,20 @@ def started(daemon: FakeDaemon, *arguments: str):
 
 def contents(request: dict) -> list[str]:
     return [message["content"] for message in request["messages"]]
+
+
+def test_a_person_is_told_of_a_silent_daemon(home: Path) -> None:
+    """One line, after some seconds, in which the process is named that the pidfile has."""
+    with FakeDaemon([HOLD]) as daemon, ExitStack() as opened:
+        Path(f"{daemon.path}.pid").write_text(f"{os.getpid()}\n")
+        who = f"the daemon at {daemon.path} (process {os.getpid()})"
+        waiting = {}
+        for name in ("toast", "decode"):
+            terminal = Terminal(executable(name), "Hi!", env={"TOAST_SOCKET": daemon.path})
+            waiting[name] = opened.enter_context(closing(terminal))
+        for name, terminal in waiting.items():
+            terminal.expect(f"{program_name(name)}: waiting for {who}: Ctrl-C ends that\r\n")
+            assert terminal.end("\x03") == 130 and b"waiting" not in terminal.screen
 
 
 # ------------------------------------------------------------------------------------------- asking

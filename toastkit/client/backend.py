@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -41,7 +42,8 @@ class Wanted(NamedTuple):
 
     model: as -m had it, or None. settings: fields of daemon.service_settings.ServiceSettings, for a
     model in this process. here: use no daemon. socket: where it listens, None for the default.
-    insist: require a daemon. say: writes a line to stderr. verbose, quiet: as the flags.
+    insist: require a daemon. say: writes a line to stderr. silent: tells that the daemon at a path
+    does not answer, None if that is not to be told. verbose, quiet: as the flags.
     """
 
     model: str | None = None
@@ -50,6 +52,7 @@ class Wanted(NamedTuple):
     socket: str | None = None
     insist: bool = False
     say: Callable[[str], None] = print
+    silent: Callable[[str], None] | None = None
     verbose: bool = False
     quiet: bool = False
 
@@ -79,7 +82,8 @@ def _daemon(wanted: Wanted, interrupts: Signals | None) -> Backend | None:
 
     try:
         path = socket_path(wanted.socket)
-        found = connect(path, interrupts, _watched_stdout())
+        silent = None if wanted.silent is None else partial(wanted.silent, path)
+        found = connect(path, interrupts, _watched_stdout(), silent)
     except CannotCreateError as error:
         # The default directory is somebody else's: no daemon of ours can be there.
         if wanted.verbose:

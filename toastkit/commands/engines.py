@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toastkit.commands import policy_flags
 from toastkit.commands.cli import given, say
 from toastkit.commands.options import native_options
-from toastkit.commands.progress import last_part, waiting
+from toastkit.commands.progress import last_part, tell_silence, waiting, watched
 from toastkit.errors import CannotCreateError
 from toastkit.frames import Head
 from toastkit.native.starting import NativeOptions
@@ -92,8 +93,11 @@ def attach(
     from toastkit.engine.remote import attach as attach_to_daemon
 
     tell, insisted = say if flags["verbose"] else None, policy_flags.insisted(flags)
+    silent = partial(tell_silence, path) if watched(flags) else None
     device, dtype, kv_bits = (flags[name] for name in ("device", "dtype", "kv_bits"))
-    return attach_to_daemon(path, fingerprint(), device, dtype, kv_bits, tell, insisted, signals)
+    return attach_to_daemon(
+        path, fingerprint(), device, dtype, kv_bits, tell, insisted, signals, silent
+    )
 
 
 def _daemon_socket() -> str | None:

@@ -110,6 +110,15 @@ def watched(flags: dict[str, Any]) -> bool:
     return sys.stderr.isatty() and not flags["quiet"]
 
 
+def tell_silence(path: str) -> None:
+    """Say whom is waited for: the daemon at a path has not answered for some seconds."""
+    from toastkit.daemon.pidfile import process_at
+
+    number = process_at(path)
+    process = "" if number is None else f" (process {number})"
+    say(f"waiting for the daemon at {path}{process}: Ctrl-C ends that")
+
+
 @contextmanager
 def waiting(label: str, flags: dict[str, Any]) -> Iterator[None]:
     """Show what is being done, if a person watches and it takes long."""

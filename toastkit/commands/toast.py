@@ -181,6 +181,7 @@ def _joined(words: tuple[str, ...]) -> str:
 def _wanted(flags: dict[str, Any], lines: Lines) -> Wanted:
     """What the flags say about the backend. OF_THIS_PROCESS require this process."""
     from toastkit.client.backend import Wanted
+    from toastkit.commands.progress import tell_silence, watched
 
     return Wanted(
         model=flags["model"],
@@ -189,6 +190,7 @@ def _wanted(flags: dict[str, Any], lines: Lines) -> Wanted:
         socket=flags["socket"],
         insist=bool(cli.given("socket")),
         say=lines,
+        silent=tell_silence if watched(flags) else None,
         verbose=flags["verbose"],
         quiet=flags["quiet"],
     )

@@ -9,10 +9,24 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
+from toastkit.daemon.paths import pidfile_path
 from toastkit.errors import BusyError, CannotCreateError, reported_as
 from toastkit.private_files import Descriptor, lock_file, read_file
 
 _MAX_BYTES = 64
+
+
+def process_at(socket: str) -> int | None:
+    """The process of the daemon that listens at a socket, by the pidfile beside it; None if there
+    is none, or not of a process that lives. (The kernel names the process that made the socket,
+    which may be a service manager.)"""
+    try:
+        content = read_file(pidfile_path(socket), _MAX_BYTES).strip()
+        process = int(content) if content.isdigit() else 0
+        os.kill(process, 0)
+    except (OSError, OverflowError):
+        return None
+    return process or None
 
 
 class Pidfile(Descriptor):
