@@ -30,7 +30,10 @@ from toastkit.session.directory import Session
 MODEL = "ab" * 16
 VOCAB = 4
 HELLO = {"attached": {"vocab": VOCAB, "context": 100, "device": "cpu", "dtype": None, "chunk": 3}}
-FLAGS = {"no_daemon": False, "device": "auto", "dtype": None, "kv_bits": None, "verbose": True}
+FLAGS = {
+    "no_daemon": False, "device": "auto", "dtype": None, "kv_bits": None, "verbose": True,
+    "quiet": False,
+}  # fmt: skip
 
 
 def logits(*values: float) -> str:

@@ -94,9 +94,10 @@ def attach(
 
     tell, insisted = say if flags["verbose"] else None, policy_flags.insisted(flags)
     silent = partial(tell_silence, path) if watched(flags) else None
+    warn = None if flags["quiet"] else say
     device, dtype, kv_bits = (flags[name] for name in ("device", "dtype", "kv_bits"))
     return attach_to_daemon(
-        path, fingerprint(), device, dtype, kv_bits, tell, insisted, signals, silent
+        path, fingerprint(), device, dtype, kv_bits, tell, insisted, signals, silent, warn
     )
 
 

@@ -296,7 +296,10 @@ def _read(attached: Attached, service: Service, request: Request) -> dict[str, A
     size = min(len(ids), service.slice_size() or len(ids))
     passes = service.engine.reading(state, attached.prompt, lambda: size)
     held = next(iter(passes))
-    return {"read": {"held": held, "logits": encoded(state)}}
+    warnings = [service.engine.window_warning(held)]
+    if state.logits is not None:
+        warnings.append(service.engine.nan_warning(state.logits))
+    return {"read": {"held": held, "logits": encoded(state), **_told(warnings)}}
 
 
 def _step(attached: Attached, service: Service, request: Request) -> dict[str, Any]:
@@ -312,7 +315,14 @@ def _step(attached: Attached, service: Service, request: Request) -> dict[str, A
     engine.consume(state, token)
     state.submit()
     told = {} if state.experts is None else {"experts": state.experts}
+    told |= _told([engine.window_warning(len(state.tokens))])
     return {"step": {"logits": encoded(state), **told}}
+
+
+def _told(warnings: list[str | None]) -> dict[str, Any]:
+    """The part of a reply that has warnings, if there are any."""
+    lines = [f"warning: {line}" for line in warnings if line]
+    return {"warnings": lines} if lines else {}
 
 
 def _commit(attached: Attached, service: Service, request: Request) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class Conversation:
         self._first: float | None = None
         self._told = 0.0
         self._early: CachedState | None = None
+        self._damaged: str | None = None  # a warning
         self._gears = service.settings.gears
         self._gear_tokens: Counter[str] = Counter()
         options, experts = self._options(), service.settings.policies.experts
@@ -194,6 +195,9 @@ class Conversation:
             self._first = time.perf_counter()
         if isinstance(frame, Prefilled):
             self._read = time.perf_counter()
+            state = self.runs.state
+            if state is not None and state.logits is not None:
+                self._damaged = self._service.engine.nan_warning(state.logits)
         elif isinstance(frame, Text):
             self._text.append(frame.s)
             if request.stream:
@@ -213,8 +217,8 @@ class Conversation:
 
     def _notes(self) -> list[str]:
         count = len(self.prepared.ids) + (0 if self.end is None else self.end.n)
-        warning = self._service.engine.window_warning(count)
-        return [*self.prepared.notes, *([warning] if warning else [])]
+        warnings = (self._service.engine.window_warning(count), self._damaged)
+        return [*self.prepared.notes, *(f"warning: {line}" for line in warnings if line)]
 
     def _reports(self) -> dict[str, Any]:
         """What was streamed and fetched since the answer began, for other conversations too, and

@@ -54,6 +54,8 @@ class Service:
         self.attached: list[Attached] = []
         self.preparer = preparer
         self._finished = finished
+        if finished is None:
+            engine.leave_warnings()  # every answer comes with its own, see Conversation
         spill = None
         if settings.spill_bytes:
             dtypes = {engine.dtype: None, engine.kv_dtype: None}

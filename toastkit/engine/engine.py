@@ -92,6 +92,7 @@ class Engine:
         self._notify, self.model = notify, store.model
         self._window = store.fitted.window
         self._window_told = self._window is None  # then steps check nothing
+        self._nan_told = notify is None
         self._say(*store.fitted.warnings(self.files.name))
         device.check_dtype(self.dtype, self.device, self.model)
         self.reads_on_host = reads_on_host(type(self.model).__module__.rpartition(".")[2])
@@ -113,6 +114,11 @@ class Engine:
         if self._notify is not None:
             for line in lines:
                 self._notify(line)
+
+    def leave_warnings(self) -> None:
+        """Tell nothing of passes from now on: whoever runs them asks for `window_warning` and
+        `nan_warning`, and tells."""
+        self._window_told = self._nan_told = True
 
     def close(self) -> None:
         """Close the checkpoint's files. What is loaded stays usable."""
@@ -313,13 +319,10 @@ class Engine:
             yield done, logits
 
     def _check_logits(self, logits: mx.array) -> None:
-        """Warn once if logits are NaN: the weights hold NaN, most likely."""
-        if self._notify is not None and mx.isnan(logits).any().item():
-            self._notify(
-                f"warning: {self.files.name} gives NaN for logits: are its weights damaged? "
-                "toast-model verify --values finds out"
-            )
-            self._notify = None
+        """Warn once if a prompt's logits are NaN."""
+        if not self._nan_told and (warning := self.nan_warning(logits)):
+            self._say(f"warning: {warning}")
+            self._nan_told = True
 
     def step(self, token: int | mx.array, cache: list) -> mx.array:
         """Return logits (vocab,) float32 after one more token. Lazy: the caller evaluates, once a
@@ -361,6 +364,16 @@ class Engine:
             self._say(f"warning: {warning}")
             self._window_told = True
         return logits
+
+    def nan_warning(self, logits: mx.array) -> str | None:
+        """Return a warning if there is a NaN in logits, else None: the weights hold NaN, most
+        likely."""
+        if not mx.isnan(logits).any().item():
+            return None
+        return (
+            f"{self.files.name} gives NaN for logits: are its weights damaged? "
+            "toast-model verify --values finds out"
+        )
 
     def window_warning(self, count: int) -> str | None:
         """Return a warning if a context of `count` tokens exceeds a sliding window that the

@@ -41,6 +41,7 @@ def attach(
     resident: str | None = None,
     interrupts: Interrupt | None = None,
     silent: Callable[[], None] | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> RemoteEngine | None:
     """Return the engine of the daemon that listens at a path, or None if there is none, or if it
     would not compute what this process would.
@@ -49,7 +50,8 @@ def attach(
     the daemon must use what they would give here. say: takes a line on what a running daemon
     answered. resident: the setting that its residency must have, as ResidencyOptions.setting has
     it; None for any. interrupts: a signal ends the wait for an answer, and the process. silent:
-    called once if that takes long. Raises UsageError if it has another.
+    called once if that takes long. warn: takes each warning of a run, once. Raises UsageError if it
+    has another.
     """
     waiter = Waiter(interrupts, silent=silent)
     try:
@@ -66,7 +68,7 @@ def attach(
     status = f"using the weights of the daemon at {path}"
     try:
         of = {"fingerprint": fingerprint, "device": device, "dtype": dtype, "kv_bits": kv_bits}
-        engine = RemoteEngine(daemon, daemon.ask("attach", of))
+        engine = RemoteEngine(daemon, daemon.ask("attach", of), warn)
         waiter.heed_no_more()  # a run in progress is for the stage to end
     except ToastError as error:
         if interrupts:
@@ -127,11 +129,18 @@ class RemoteEngine:
     """A model that a daemon has loaded: see `step_engine.StepEngine`.
 
     chunk: default tokens of a prefill pass. resident: which of its layers stay on the device, as
-    ResidencyOptions.setting has it.
+    ResidencyOptions.setting has it. warn: takes each warning, once.
     """
 
-    def __init__(self, daemon: Operations, attached: dict[str, Any]):
+    def __init__(
+        self,
+        daemon: Operations,
+        attached: dict[str, Any],
+        warn: Callable[[str], None] | None = None,
+    ):
         self._daemon = daemon
+        self._warn = warn
+        self._warned: set[str] = set()
         self.vocab: int = self._number(attached, "vocab")
         known = attached.get("context") is not None
         self.context: int | None = self._number(attached, "context") if known else None
@@ -216,7 +225,17 @@ class RemoteEngine:
             self._daemon.refuse()
         if len(values) != self.vocab:
             self._daemon.refuse()
+        self._heed(answer.get("warnings"))
         return values
+
+    def _heed(self, warnings: Any) -> None:
+        """Pass on what the daemon warns of, each line once."""
+        if self._warn is None or not isinstance(warnings, list):
+            return
+        for line in warnings:
+            if isinstance(line, str) and line not in self._warned:
+                self._warned.add(line)
+                self._warn(line)
 
     def close(self) -> None:
         """Close the connection. A state that was not closed is released first, so that the
