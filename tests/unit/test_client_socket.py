@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -82,15 +83,35 @@ def test_leaving_the_replies_cancels() -> None:
 
 @pytest.mark.parametrize(
     ("script", "message"),
-    [([DROP], "the daemon at .* closed the connection"),
+    [([DROP], "the daemon at .* closed the connection"), ([END], "the daemon went away$"),
      ([{"text": "a"}, END], "went away in mid-answer"),
-     ([{"progress": {"done": 1, "total": 9, "cached": 0}}, END], "went away in mid-answer"),
+     ([{"progress": {"done": 1, "total": 9, "cached": 0}}, END], "the daemon went away$"),
      ([{"text": "a"}, b'{"text": "b', END], "went away in mid-answer"),
      ([{"text": "a"}, DROP], "broke the connection in mid-answer, as where too much of it waits")],
 )  # fmt: skip
 def test_a_daemon_that_goes_away(script: list, message: str) -> None:
     with FakeDaemon(script) as daemon, pytest.raises(UnavailableError, match=message):
         list(SocketBackend(daemon.path).ask(ASK))
+
+
+def test_a_killed_daemon_whose_listener_is_closed_last() -> None:
+    """As by the system, descriptor by descriptor: who connects meanwhile is never accepted."""
+    with socket.socket(socket.AF_UNIX) as listener, FakeDaemon() as place:
+        listener.bind(path := place.path + "x")
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            connection.sendall(b'{"text": "a"}\n')
+            connection.close()
+            time.sleep(0.05)
+            listener.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(UnavailableError, match="the daemon went away in mid-answer"):
+            list(SocketBackend(path).ask(ASK))
+        thread.join()
 
 
 def test_what_is_no_reply() -> None:

@@ -3,6 +3,7 @@ it earlier is how a request is cancelled."""
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Callable, Generator
@@ -13,6 +14,7 @@ from toastkit.interrupts import Signals
 from toastkit.wire import Waiter, Wire, remote_error
 from toastkit.wire import connect as connect_socket
 
+PROBE_SECONDS = 0.2  # for a killed daemon's listener to be closed
 LAST = ("end", "error", "health", "status", "stopping", "reloading")  # replies that end a request
 
 
@@ -55,7 +57,7 @@ class SocketBackend:
                 yield reply
                 if not reply.keys().isdisjoint(LAST):
                     return
-                begun = True
+                begun = begun or "progress" not in reply
             if self._interrupts is None or not self._interrupts.signal:
                 raise self._closed(begun)
         finally:
@@ -63,13 +65,11 @@ class SocketBackend:
 
     def _closed(self, begun: bool) -> UnavailableError:
         """The error for a connection that ended too early, in mid-answer if that had begun."""
+        if not _serves_on(self.path):
+            return UnavailableError(f"the daemon went away{' in mid-answer' if begun else ''}")
         if not begun:
             return UnavailableError(f"{self.name} closed the connection")
-        again = connect_socket(self.path)
-        if again is None:
-            return UnavailableError("the daemon went away in mid-answer")
-        again.close()  # it serves on: see channel.py
-        reason = "as where too much of it waits to be read"
+        reason = "as where too much of it waits to be read"  # see channel.py
         return UnavailableError(f"the daemon broke the connection in mid-answer, {reason}")
 
     def memory_warning(self) -> None:
@@ -146,6 +146,20 @@ def _connected(path: str, waiter: Waiter) -> socket.socket:
     if connection is None:
         raise UnavailableError(f"no daemon answers at {path}")
     return connection
+
+
+def _serves_on(path: str) -> bool:
+    """True if a daemon still takes connections. One that is being killed may seem to for a moment:
+    the system closes its descriptors one after the other, the listener not always first."""
+    try:
+        again = connect_socket(path, waiter=Waiter(deadline=time.monotonic() + PROBE_SECONDS))
+    except TimeoutError:
+        return True  # it is there, and busy or stopped
+    if again is None:
+        return False
+    with again:
+        ended = select.select([again], [], [], PROBE_SECONDS)[0]
+        return not (ended and _is_over(again))
 
 
 def _is_over(connection: socket.socket) -> bool:
