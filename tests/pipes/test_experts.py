@@ -72,8 +72,8 @@ def test_frames_say_how_each_step_was_done(toast) -> None:
     assert alone[-1]["experts"]["estimate"] is None  # the prompt was read by the little model
     assert counts(alone[-1]).pop("prompt") == "little" and "prompt" not in counts(piped[-1])
     assert counts(piped[-1]) | {"prompt": "little"} == counts(alone[-1]) == {
-        "prompt": "little", "mode": "mobile", "gamma": 0.9, "k": 4, "little_k": 2, "steps": len(fell),
-        "fallbacks": sum(fell), "ratio": round(sum(fell) / len(fell), 6),
+        "mode": "mobile", "gamma": 0.9, "k": 4, "little_k": 2, "prompt": "little",
+        "steps": len(fell), "fallbacks": sum(fell), "ratio": round(sum(fell) / len(fell), 6),
     }  # fmt: skip
 
 
