@@ -366,8 +366,8 @@ class Engine:
         return logits
 
     def nan_warning(self, logits: mx.array) -> str | None:
-        """Return a warning if there is a NaN in logits (vocab,) float32, else None: the weights hold NaN,
-        most likely."""
+        """Return a warning if there is a NaN in logits (vocab,) float32, else None. The weights
+        hold NaN then, most likely."""
         if not mx.isnan(logits).any().item():
             return None
         return (
