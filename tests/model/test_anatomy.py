@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from tests.model.checkpoints import loaded_model, open_store
+from tests.model.checkpoints import loaded_model, open_store, quantised_qwen3
 from tests.model.published import NAMES, write_published
 from tests.model.reference import OLD_MLX_LM
 from toastkit.model.files import ModelFiles
@@ -97,6 +98,19 @@ def check_caches(files: ModelFiles, found: dict[str, Any]) -> None:
             grows += part.nbytes * 1024 // part.keys.shape[2]
     assert (found["bytes_per_1024_tokens"], found["window_bytes"]) == (grows, window)
     assert found["state_bytes"] == state
+
+
+def test_packings_are_those_of_the_weights(tmp_path: Path) -> None:
+    """Whatever config.json says, from which a model is not packed either."""
+    path = quantised_qwen3(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization"] = config["quantization_config"] = {"group_size": 64, "bits": 8}
+    (path / "config.json").write_text(json.dumps(config))
+    store, found = look(locate(str(path)))
+    four = {"bits": 4, "group_size": 32, "mode": "affine"}
+    scales = sum(name.endswith(".scales") for name in store.names)
+    assert found["packed"] == [{**four, "modules": scales}]
+    assert look(locate("crumb"))[1]["packed"] == []
 
 
 def test_crumb_is_what_its_card_says() -> None:

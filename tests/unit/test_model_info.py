@@ -130,7 +130,7 @@ def test_the_lines_of_an_anatomy() -> None:
         "experts": {"total": 128, "active": 8, "shared": 1},
         "parameters": 30_532_122_624, "active_parameters": 3_345_000_000,
         "bytes": {"embedding": 1 << 20, "mixer": 5, "mlp": 0, "experts": 10**9, "head": 0},
-        "tied_head": True, "window_not_kept": 4096, "cautions": ["rounds \u03b2"],
+        "tied_head": True, "packed": [], "window_not_kept": 4096, "cautions": ["rounds \u03b2"],
         "cache": {"dtype": "bfloat16", "bytes_per_1024_tokens": 98304, "window_bytes": 1,
                   "state_bytes": 2000},
     }  # fmt: skip
@@ -153,6 +153,26 @@ def test_the_lines_of_an_anatomy() -> None:
     lines = dict(anatomy_lines(found))
     assert lines["parameters"] == "30.5 G"
     assert not {"experts", "cache", "window", "caution", "  head"} & set(lines)
+
+
+def test_weights_packed_otherwise_than_config_says() -> None:
+    four = {"bits": 4, "group_size": 32, "mode": "affine", "modules": 16}
+    eight = {"bits": 8, "group_size": 32, "mode": "affine", "modules": 1}
+    found = {
+        "packed": [four, eight], "layers": 1, "layer_kinds": {}, "experts": None, "parameters": 1,
+        "active_parameters": 1, "bytes": {}, "window_not_kept": None, "cautions": [],
+    }  # fmt: skip
+    said = "4 bits, groups of 32, affine (16 modules); 8 bits, groups of 32, affine (1 module)"
+    of_four = {"bits": 4, "group_size": 32}
+    for settings, told in (
+        ({"bits": 8, "group_size": 64, "exceptions": 0}, said),
+        ({**of_four, "exceptions": 0}, said),
+        ({**of_four, "exceptions": 1}, None),
+        ({**of_four, "mode": "mxfp4", "exceptions": 1}, said),
+        ({"quant_method": "mxfp4", "exceptions": 0}, None),
+        (None, None),
+    ):
+        assert dict(anatomy_lines(found, settings)).get("packed in fact") == told
 
 
 def test_sizes() -> None:

@@ -81,7 +81,7 @@ def info(name: str, **flags) -> int:
         found["bytes"]["gears"] = summary.pop("gear_bytes")
         print(json.dumps({**summary, **found}))
     else:
-        _lines(facts.anatomy_lines(found))
+        _lines(facts.anatomy_lines(found, summary["quantization"]))
     return 0
 
 

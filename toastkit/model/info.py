@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toastkit.model import toast_format
@@ -15,6 +15,7 @@ from toastkit.model.files import ModelFiles
 from toastkit.text.exact_numbers import counted
 from toastkit.text.terminal import shown
 
+SIZES = ("bits", "group_size", "mode")
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -115,8 +116,26 @@ def _quantised(settings: Mapping[str, Any] | None) -> str:
     return ", ".join(words) or "yes"
 
 
-def anatomy_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (label, value) lines of what toastkit.store.anatomy found."""
+def _contradict(packed: Sequence[Mapping[str, Any]], settings: Mapping[str, Any] | None) -> bool:
+    """True if more modules are packed in another way than the settings have exceptions."""
+    if settings is None or "bits" not in settings:
+        return False
+    usual = {"mode": "affine", **settings}
+    others = (one for one in packed if any(usual.get(key, one[key]) != one[key] for key in SIZES))
+    return sum(one["modules"] for one in others) > settings["exceptions"]
+
+
+def anatomy_lines(
+    found: Mapping[str, Any], settings: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield (label, value) lines of what toastkit.store.anatomy found. settings: `quantization` of
+    the summary, which the weights may contradict."""
+    if _contradict(found["packed"], settings):
+        packings = (
+            f"{_quantised({**one, 'exceptions': 0})} ({counted(one['modules'], 'module')})"
+            for one in found["packed"]
+        )
+        yield "packed in fact", "; ".join(packings)
     kinds = "; ".join(f"{count} {kind}" for kind, count in found["layer_kinds"].items())
     yield "layers", f"{found['layers']}: {kinds}"
     experts = found["experts"]

@@ -59,6 +59,7 @@ def anatomy(store: Store, explain: Callable[[str], None]) -> dict[str, Any]:
         "active_parameters": sum(total.values()) - round(idle),
         "bytes": sizes,
         "tied_head": "head" not in parts.values(),
+        "packed": _packed(leaves),
         "window_not_kept": store.fitted.window,
         "cautions": list(store.fitted.cautions),
     }
@@ -94,6 +95,23 @@ def _parameters(module: Any) -> int:
         count = packed.size * packed.dtype.size * 8 // module.bits
         own = {name: value for name, value in own.items() if name == "bias"}
     return count + sum(value.size for value in own.values())
+
+
+def _packed(leaves: dict[str, Any]) -> list[dict[str, Any]]:
+    """How matrices are packed in the files, whatever config.json says: each packing with how many
+    modules have it, those with the most weights first."""
+    modules: Counter[tuple] = Counter()
+    weights: Counter[tuple] = Counter()
+    for module in leaves.values():
+        if "scales" in module and isinstance(getattr(module, "bits", None), int):
+            packing = module.bits, module.group_size, getattr(module, "mode", "affine")
+            modules[packing] += 1
+            weights[packing] += _parameters(module)
+    names = ("bits", "group_size", "mode")
+    return [
+        {**dict(zip(names, packing)), "modules": modules[packing]}
+        for packing, _ in weights.most_common()
+    ]
 
 
 def _experts(config: ModelConfig, leaves: dict, routed: dict[int, int]) -> dict | None:
