@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from tests.model.service_driver import FakeChannel, Plain, user
 from tests.model.worker_driver import PROMPT, Running, answer_of, done
 from tests.unit.daemon_front import PATIENCE, eventually
-from toastkit.daemon import worker
+from toastkit.daemon import slack, worker
 from toastkit.daemon.prepare import Prepared, Preparer
 from toastkit.daemon.requests import Request, make_request
 from toastkit.daemon.service import Service
@@ -300,16 +301,29 @@ def test_memory_goes_back_once_nobody_asks(start, monkeypatch: pytest.MonkeyPatc
     """Once after the last request, and when the model has left."""
     running = start()
     loaded: list[bool] = []
-    monkeypatch.setattr(worker, "SLACK_SECONDS", 0.1)
+    monkeypatch.setattr(worker, "IDLE_SECONDS", 0.1)
 
     def note() -> None:
         loaded.append(running.worker.status()["loaded"])
 
+    monkeypatch.setattr(slack, "give_memory_back", note)
     monkeypatch.setattr(worker, "give_memory_back", note)
     done(running.ask(max_tokens=60, ignore_eos=True))
     eventually(lambda: loaded == [True])
     running.worker.close()
     assert loaded == [True, False]
+
+
+def test_memory_goes_back_though_somebody_always_asks(start, monkeypatch) -> None:
+    """Now and then, and without what would be a pause."""
+    monkeypatch.setattr(slack, "BUSY_SECONDS", 0.05)
+    collected: list[bool] = []
+    monkeypatch.setattr(slack, "give_memory_back", lambda collect=True: collected.append(collect))
+    running = start()
+    until = time.monotonic() + 10
+    while len(collected) < 3 and time.monotonic() < until:
+        done(running.ask(max_tokens=8, ignore_eos=True))
+    assert collected[:3] == [False] * 3
 
 
 def test_a_model_in_use_does_not_leave(start) -> None:

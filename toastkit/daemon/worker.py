@@ -22,6 +22,7 @@ from toastkit.daemon.connection import close_all
 from toastkit.daemon.prepare import Prepared, Preparer, current_model, messages_of
 from toastkit.daemon.requests import ATTACH_OPS, Request
 from toastkit.daemon.service_settings import ServiceSettings
+from toastkit.daemon.slack import IDLE_SECONDS, Slack
 from toastkit.engine.device import give_memory_back, wait_for_end
 from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error
 from toastkit.native.building.libraries import find
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 PREPARERS = 2  # threads: a long prompt does not delay a short one
 NATIVE_SECONDS = 3.0  # between checks for native products that are being built
-SLACK_SECONDS = 5.0  # without requests, until memory that nothing uses goes back to the system
 
 
 class Worker:
@@ -51,7 +51,8 @@ class Worker:
         self._waiting: list[tuple[int, int, Prepared, Channel]] = []
         self._order = itertools.count()
         self._jobs: deque[Callable[[], None]] = deque()
-        self._draining = self._closing = self._reloading = self._slack = False
+        self._draining = self._closing = self._reloading = False
+        self._slack = Slack()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, name="worker", daemon=True)
         self._readers = ThreadPoolExecutor(PREPARERS, "preparer")
@@ -227,11 +228,10 @@ class Worker:
     def _unload(self) -> None:
         """Write cached states to disk and release the memory."""
         service, self._service = self._service, None
-        if service is None:
-            return
-        self._memory_summary = service.close()
-        del service
-        give_memory_back()
+        if service is not None:
+            self._memory_summary = service.close()
+            del service
+            give_memory_back()
 
     def _round(self) -> None:
         """One round of the worker's thread: wait for work, and do some."""
@@ -252,9 +252,10 @@ class Worker:
             self._begin(prepared, channel)
         if self._service is not None and self._service.busy:
             self._service.turn()
-            self._last_used, self._slack = time.monotonic(), True
+            self._last_used, self._slack.any = time.monotonic(), True
         elif self._wait_seconds() == 0:
             self._guarded(self._idle_work)
+        self._guarded(self._slack.give_some)
 
     def _guarded(self, job: Callable[[], None]) -> None:
         try:
@@ -267,7 +268,7 @@ class Worker:
         if self._service is None or self.preparing:
             return None
         due = [] if self._next_look is None else [self._next_look]
-        rests = self.settings.idle_unload, SLACK_SECONDS if self._slack else None
+        rests = self.settings.idle_unload, IDLE_SECONDS if self._slack.any else None
         due += [self._last_used + rest for rest in rests if rest is not None]
         return max(min(due) - time.monotonic(), 0) if due else None
 
@@ -276,9 +277,8 @@ class Worker:
         unload, now = self.settings.idle_unload, time.monotonic()
         if unload is not None and now >= self._last_used + unload:
             return self._unload()
-        if self._slack and now >= self._last_used + SLACK_SECONDS:
-            self._slack = False
-            return give_memory_back()
+        if self._slack.any and now >= self._last_used + IDLE_SECONDS:
+            return self._slack.give_all()
         found = find()
         self._next_look = now + NATIVE_SECONDS if found.path or found.pending else None
         if found.path and self._service is not None and not self._service.attached:
@@ -389,7 +389,7 @@ class Worker:
                 self._record(request, channel, {})
         finally:
             close_all(request.fds)
-            self._last_used, self._slack = time.monotonic(), True
+            self._last_used, self._slack.any = time.monotonic(), True
 
     def _answer(self, act: Callable[..., None], request: Request, channel: Channel) -> None:
         """Handle a request that is no conversation, confining its bugs."""

@@ -63,11 +63,13 @@ def native_products(
     return Status(False, "on the GPU MLX's own are used")
 
 
-def give_memory_back() -> None:
-    """Return memory that nothing uses to the system: what Python, MLX and the C library keep."""
+def give_memory_back(collect: bool = True) -> None:
+    """Return memory that nothing uses to the system: what Python, MLX and the C library keep.
+    collect: find Python's first, which takes a tenth of a second."""
     import mlx.core as mx
 
-    gc.collect()
+    if collect:
+        gc.collect()
     mx.clear_cache()
     trim_heap()
 
