@@ -311,7 +311,8 @@ def test_a_closed_stdout_is_one_line(name: str) -> None:
 
 def test_a_closed_stdout_matters_once_something_is_written() -> None:
     done = closed(">&-", "toasted", "--version")
-    assert (done.returncode, done.stderr) == (74, b"toasted: i/o: bad file descriptor\n")
+    told = b"toasted: cannot write: standard output is closed\n"
+    assert (done.returncode, done.stderr) == (74, told)
 
 
 def test_errors_without_a_stderr_go_nowhere() -> None:

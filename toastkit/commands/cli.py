@@ -3,6 +3,7 @@ error becomes a line on stderr and an exit code."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import os
@@ -268,7 +269,7 @@ def open_standard_streams() -> set[int]:
 def _outcome(entry: click.Command, name: str, closed: set[int]) -> int:
     try:
         if 1 in closed and WRITES.get(name):
-            raise IOFailure("cannot write: standard output is closed")
+            raise _closed_stdout()
         code = _invoke(entry, name)
         sys.stdout.flush()
         return code
@@ -279,7 +280,12 @@ def _outcome(entry: click.Command, name: str, closed: set[int]) -> int:
     except BrokenPipeError:
         die_by_sigpipe()
     except Exception as error:
-        return _report(error, name)
+        closed_now = 1 in closed and isinstance(error, OSError) and error.errno == errno.EBADF
+        return _report(_closed_stdout() if closed_now else error, name)
+
+
+def _closed_stdout() -> IOFailure:
+    return IOFailure("cannot write: standard output is closed")
 
 
 def _place(error: OSError) -> str:
