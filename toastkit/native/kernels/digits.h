@@ -158,8 +158,8 @@ INLINE F32 add_group(F32 y, I32 sum, F32 scale, F32 bias, const float *step, con
   return multiply_add(bias, splat(*total), y);
 }
 
-// Scales and biases of 16 rows, transposed: scales[i] is that of group g + i of each row, zeros
-// beyond the last group. Rows from `count` on repeat the last.
+// Scales and biases of 16 rows, transposed: scales[i] is that of group g + i of each row; beyond the
+// last group zeros, of E8M0 a half (see NO_SCALE). Rows from `count` on repeat the last.
 template <int TYPE>
 static __attribute__((noinline)) void scales_by_group(const toast_matrix &m, int64_t row,
                                                       int count, int64_t g, F32 *scales,
@@ -182,8 +182,9 @@ static __attribute__((noinline)) void scales_by_group(const toast_matrix &m, int
     }
   } else if constexpr (TYPE == TOAST_E8M0) {
     auto bytes = static_cast<const uint8_t *>(m.scales);
+    const __m128i none = _mm_set1_epi8(NO_SCALE);
     load_transposed(r, [&](int64_t at) {
-      return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(valid, bytes + at));
+      return _mm512_cvtepu8_epi32(_mm_mask_loadu_epi8(none, valid, bytes + at));
     });
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {

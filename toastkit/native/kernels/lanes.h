@@ -48,8 +48,8 @@ INLINE void store(void *p, Vector v) {
 }
 
 template <class Vector, class Number>
-INLINE Vector load_some(const Number *p, int n) {  // n <= LANES, then zeros
-  Vector v = {};
+INLINE Vector load_some(const Number *p, int n, Number fill = 0) {  // n <= LANES, then `fill`
+  Vector v = Vector{} + fill;
 #if defined(__aarch64__)  // a memcpy call would spill all accumulators
 #pragma GCC unroll 4
   for (int i = 0; i < LANES; i++)
