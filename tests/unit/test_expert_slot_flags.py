@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toastkit.commands.expert_slot_flags import insisted, reject_unused, slot_options
 from toastkit.commands.prefill import prefill
+from toastkit.commands.resident_flags import insisted, reject_unused, slot_options
 from toastkit.commands.run_reports import counted_slots, tell_stats
 from toastkit.errors import UsageError
 from toastkit.experts.slot_options import PREFETCHES, SlotOptions
@@ -69,11 +69,13 @@ def test_prefetching_needs_slots() -> None:
 
 
 def test_a_daemon_is_held_to_what_is_on_the_command_line() -> None:
-    with context("--expert-slots", "8") as made:
-        assert insisted(made.params, None) == "all --expert-slots 8"
-        assert insisted(made.params, "50%") == "50% --expert-slots 8"
-    with context() as made:
-        assert insisted(made.params, None) is None and insisted(made.params, "3") == "3"
+    for arguments, setting in (
+        (["--expert-slots", "8"], "all --expert-slots 8"),
+        (["--expert-slots", "8", "--resident", "50%"], "50% --expert-slots 8"),
+        (["--resident", "3"], "3"), ([], None),
+    ):  # fmt: skip
+        with context(*arguments) as made:
+            assert insisted(made.params) == setting
 
 
 def test_reports_in_words(capfd) -> None:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from toastkit.commands import expert_flags, expert_slot_flags, gear_flags, resident_flags
+from toastkit.commands import expert_flags, gear_flags, resident_flags
 from toastkit.commands.options import model_name, native_options, together
 
 if TYPE_CHECKING:
     from toastkit.engine.policy_options import PolicyOptions
 
 policies = together(
-    gear_flags.gears, gear_flags.telemetry, expert_flags.experts, resident_flags.residency,
-    expert_slot_flags.expert_slots,
-)  # fmt: skip
-scoring_policies = together(
-    gear_flags.gears, gear_flags.telemetry, expert_flags.step_experts, resident_flags.residency,
-    expert_slot_flags.expert_slots,
-)  # fmt: skip
-prompt_policies = together(
-    expert_flags.prompt_experts, resident_flags.residency, expert_slot_flags.expert_slots
+    gear_flags.gears, gear_flags.telemetry, expert_flags.experts, resident_flags.residency
 )
+scoring_policies = together(
+    gear_flags.gears, gear_flags.telemetry, expert_flags.step_experts, resident_flags.residency
+)
+prompt_policies = together(expert_flags.prompt_experts, resident_flags.residency)
 POLICY_NAMES = (
     "gear", *gear_flags.GEAR_NAMES, *gear_flags.TELEMETRY_NAMES, *resident_flags.RESIDENT_NAMES,
-    *expert_flags.EXPERT_NAMES, *expert_slot_flags.SLOT_NAMES,
+    *expert_flags.EXPERT_NAMES, *resident_flags.SLOT_NAMES,
 )  # fmt: skip
 
 
@@ -31,8 +27,8 @@ def reject_unused(flags: dict[str, Any]) -> None:
     """Raise UsageError for options without effect."""
     if "gear" in flags:
         gear_flags.reject_unused(flags)
-    for one in (expert_flags, resident_flags, expert_slot_flags):
-        one.reject_unused(flags)
+    expert_flags.reject_unused(flags)
+    resident_flags.reject_unused(flags)
 
 
 def policy_options(flags: dict[str, Any]) -> PolicyOptions:
@@ -42,7 +38,7 @@ def policy_options(flags: dict[str, Any]) -> PolicyOptions:
     return PolicyOptions(
         gear_flags.gear_options(flags) if "gear" in flags else None,
         expert_flags.expert_options(flags),
-        expert_slot_flags.slot_options(flags),
+        resident_flags.slot_options(flags),
         resident_flags.residency_options(flags),
     )
 
@@ -56,10 +52,3 @@ def service_settings(flags: dict[str, Any]) -> dict[str, Any]:
         "policies": policy_options(flags),
         "native": native_options(flags),
     }
-
-
-def insisted(flags: dict[str, Any]) -> str | None:
-    """What a daemon must keep on its device to be used, as in PolicyOptions.resident; None for
-    anything."""
-    resident = resident_flags.insisted(flags)
-    return expert_slot_flags.insisted(flags, resident)

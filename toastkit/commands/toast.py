@@ -15,6 +15,7 @@ from toastkit.commands import (
     expert_flags,
     options,
     policy_flags,
+    resident_flags,
     run_reports,
 )
 from toastkit.errors import DataError, NoInputError, UsageError
@@ -222,7 +223,7 @@ def _settings(flags: dict[str, Any], request_options: dict[str, Any], lines: Lin
         options=request_options,
         output=form,
         model=options.absolute_model(flags["model"]),
-        resident=policy_flags.insisted(flags),
+        resident=resident_flags.insisted(flags),
         experts=expert_flags.insisted(flags),
         tools=options.read_tools(flags["tools"]),
         progress=Progress(ProgressBar) if watched(flags) else None,
