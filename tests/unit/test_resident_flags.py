@@ -1,4 +1,5 @@
-"""--resident and its companions: what they take, what is refused, what a daemon is held to."""
+"""--resident, --expert-slots and companions: what they take, what is refused, what a daemon is held
+to."""
 
 from __future__ import annotations
 
@@ -17,9 +18,15 @@ from tests.unit.mdoc import MAN, Page
 from toastkit.commands import cli, resident_flags
 from toastkit.commands.decode import decode
 from toastkit.commands.prefill import prefill
-from toastkit.commands.resident_flags import insisted, reject_unused, residency_options
-from toastkit.commands.run_reports import counted_residency, tell_stats
+from toastkit.commands.resident_flags import (
+    insisted,
+    reject_unused,
+    residency_options,
+    slot_options,
+)
+from toastkit.commands.run_reports import counted_residency, counted_slots, tell_stats
 from toastkit.errors import UsageError
+from toastkit.experts.slot_options import PREFETCHES, SlotOptions
 from toastkit.holdings import pressure
 from toastkit.interrupts import Signals
 from toastkit.residency.residency_options import (
@@ -38,6 +45,10 @@ def context(*arguments: str) -> click.Context:
 
 def options(*arguments: str) -> ResidencyOptions | None:
     return residency_options(context(*arguments).params)
+
+
+def slots(*arguments: str) -> SlotOptions | None:
+    return slot_options(context(*arguments).params)
 
 
 def held_to(*arguments: str) -> str | None:
@@ -69,6 +80,17 @@ def test_what_it_takes(word: str, kind: str, amount: float) -> None:
     assert options("--resident", word) == ResidencyOptions(kind, amount)
 
 
+@pytest.mark.parametrize(
+    ("word", "kind", "amount"),
+    [("auto", "auto", 0), ("AUTO", "auto", 0), ("0", "slots", 0), (" 12 ", "slots", 12),
+     ("999999999", "slots", 999999999), ("6G", "bytes", 6 * GB), ("1.5gib", "bytes", 3 * GB // 2),
+     ("800mib", "bytes", 800 << 20), ("64K", "bytes", 64 << 10), ("4096B", "bytes", 4096)],
+)  # fmt: skip
+def test_the_slots_it_takes(word: str, kind: str, amount: int) -> None:
+    assert slots("--expert-slots", word) == SlotOptions(kind, amount)
+    assert slots() is None  # without it all experts stay
+
+
 def test_all_is_no_residency_at_all() -> None:
     assert options() is None and options("--resident", "all") is None
     assert options("--resident", "All") is None
@@ -79,14 +101,24 @@ NONSENSE = [
     "-5%", "-1G", "1.2.3G", ".5G", "5.G", "6X", "6GG", "99999999T", "nan%", "\u0663", "autos",
     "12,13", "1_000", "half", "9" * 40, "6 G", "iB",
 ]  # fmt: skip
+NO_SLOTS = [
+    "-1", "50%", "1.5", "nan", "", " ", "G", "+3", "1e3", "inf", "-1G", "6X", "all", "\u0663",
+    "1_0", "9" * 40, "6 G", "99999999T", "auto auto",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("word", NONSENSE)
-def test_nonsense_is_a_usage_error(word: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "word"),
+    [
+        *(("--resident", word) for word in NONSENSE),
+        *(("--expert-slots", word) for word in NO_SLOTS),
+    ],
+)
+def test_nonsense_is_a_usage_error(option: str, word: str) -> None:
     with pytest.raises(click.BadParameter) as caught:
-        context("--resident", word)
+        context(option, word)
     message = caught.value.format_message()
-    assert len(message) < 200 and "\n" not in message and "--resident" in message
+    assert len(message) < 200 and "\n" not in message and option in message
 
 
 @given(st.text(max_size=20))
@@ -132,6 +164,7 @@ def test_the_choices_are_those_of_the_policy() -> None:
         ("--priority balanced --resident all", "--priority is for --resident auto"),
         ("--priority max-context --resident 50%", "--priority is for --resident auto"),
         ("--priority max-context --placement last --resident 2G", "--priority is for --resident"),
+        ("--expert-prefetch 1", "--expert-prefetch needs --expert-slots"),
     ],
 )
 def test_what_would_change_nothing(arguments: str, message: str) -> None:
@@ -142,13 +175,29 @@ def test_what_would_change_nothing(arguments: str, message: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     ["", "--resident all", "--resident auto --priority max-tps --placement last",
-     "--resident 3 --placement interleaved"],
+     "--resident 3 --placement interleaved", "--expert-slots 8 --expert-prefetch 1"],
 )  # fmt: skip
 def test_what_makes_sense(arguments: str) -> None:
     check(*arguments.split())
 
 
+@pytest.mark.parametrize("wrong", [("all", 0, "off"), ("slots", -1, "off"), ("slots", 3, "4")])
+def test_slots_that_cannot_be(wrong: tuple) -> None:
+    with pytest.raises(UsageError):
+        SlotOptions(*wrong)
+
+
 # ---------------------------------------------------------------------------------------- settings
+
+
+@given(
+    kind=st.sampled_from(["slots", "bytes"]), amount=st.integers(1, 1 << 40),
+    prefetch=st.sampled_from(PREFETCHES),
+)  # fmt: skip
+def test_a_setting_says_what_the_flags_would(kind: str, amount: int, prefetch: str) -> None:
+    amount = amount % 10**9 + 1 if kind == "slots" else amount
+    wanted = SlotOptions(kind, amount, prefetch)
+    assert slots(*wanted.setting.split()) == wanted
 
 
 @pytest.mark.parametrize(
@@ -164,6 +213,8 @@ def test_what_makes_sense(arguments: str) -> None:
         ("--resident 4 --placement interleaved", "4"),
         ("--resident auto --priority max-context --placement first",
          "auto --priority max-context --placement first"),
+        ("--expert-slots 8", "all --expert-slots 8"),
+        ("--expert-slots 8 --resident 50%", "50% --expert-slots 8"),
     ],
 )  # fmt: skip
 def test_a_daemon_is_held_to_what_is_typed(arguments: str, setting: str | None) -> None:
@@ -188,9 +239,25 @@ def test_a_report_in_words(capsys: pytest.CaptureFixture) -> None:
     assert counted_residency(moved) == f"{line}; 6 given up, 1 taken back"
     tell_stats({"residency": REPORT})
     assert capsys.readouterr().err.endswith(f": residency: {line}\n")
-    for odd in ({}, {"residency": {}}, {"residency": 5}, {"residency": None}):
+    for odd in (
+        {}, {"residency": {}}, {"residency": 5}, {"residency": None},
+        {"slots": {"another": "version"}},
+    ):  # fmt: skip
         tell_stats(odd)
     assert capsys.readouterr().err == ""
+
+
+def test_a_report_of_slots_in_words() -> None:
+    report = {
+        "slots": 8, "experts": 64, "wanted": 200, "hit": 150, "ahead": 0, "right": 0,
+        "optimistic": 0, "retried": 0, "read": 3 << 20, "wait": 0.25,
+    }  # fmt: skip
+    line = counted_slots(report)
+    assert line == "8 of 64 in slots; 150 of 200 were there (75%); 3.15 MB read, waited 0.2 s"
+    assert "; 40 of 50 foreseen were wanted" in counted_slots(report | {"ahead": 50, "right": 40})
+    hopeful = counted_slots(report | {"optimistic": 9, "retried": 1})
+    assert hopeful == f"{line}; 9 optimistic steps, 1 retried"
+    assert "; none was looked for; " in counted_slots(report | {"wanted": 0, "hit": 0})
 
 
 def test_numbers_of_the_pages() -> None:
