@@ -306,7 +306,7 @@ class ExpertSlots:
             return
         unchecked, self._unchecked = self._unchecked, []
         try:
-            self._weights.check_files()
+            self._holdings.store.check_files()
         except BaseException:
             for layer, expert in unchecked:
                 layer.drop(expert)

@@ -134,7 +134,7 @@ class Streams:
         times.by_layer[index] = compute
         if index == self.layers[-1]:  # the last streamed layer of the pass
             times.gap, self._gap = self._gap, 0.0
-            self._weights.check_files()  # before the result of the pass is used
+            self._holdings.store.check_files()  # before the result of the pass is used
 
     # -------------------------------------------------------------------------------- reading ahead
 

@@ -297,10 +297,6 @@ class Weights:
             self._ahead.cancel()
         self._ahead = None
 
-    def check_files(self) -> None:
-        """Raise DataError, NoInputError if the files have changed since they were opened."""
-        self._store.check_files()
-
     def close(self) -> None:
         """Close the checkpoint."""
         self.forget_ahead()
