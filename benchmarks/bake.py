@@ -109,7 +109,7 @@ def measure(case: str, source: str, out: Path) -> dict:
     seconds = time.perf_counter() - start
     layers = [sum(map(store.nbytes, store.layer_names(i))) for i in range(store.layer_count)]
     return {
-        "layer": max(*layers, *map(store.nbytes, store.outside_names())),
+        "layer": max(*layers, *map(store.nbytes, store.layer_names(None))),
         "model": sum(map(store.nbytes, store.names)),
         "mlx": mx.get_peak_memory(),
         "process": peak_bytes() - before,

@@ -158,7 +158,7 @@ def test_the_layers_are_the_model(made: Made, store: Store) -> None:
     expected = made.stored
     assert sorted(store.names) == sorted(expected)
     layers = [store.layer_names(n) for n in reversed(range(store.layer_count))]
-    for parts in ([*layers, store.outside_names()], layers):
+    for parts in ([*layers, store.layer_names(None)], layers):
         found = {}
         for names in parts:
             before = store.reader.bytes_read

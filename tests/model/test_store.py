@@ -35,9 +35,10 @@ def store(request, crumb_store: Store, tmp_path_factory: pytest.TempPathFactory)
 def test_every_tensor_is_in_one_place(crumb_store: Store) -> None:
     store = crumb_store
     layers = [name for i in range(store.layer_count) for name in store.layer_names(i)]
-    assert sorted([*layers, *store.outside_names()]) == sorted(store.names)
+    outside = store.layer_names(None)
+    assert sorted([*layers, *outside]) == sorted(store.names)
     assert (store.layers_path, store.layer_count) == ("model.layers", 8)
-    assert store.outside_names() and all(store.layer_of(n) is None for n in store.outside_names())
+    assert outside and all(store.layer_of(name) is None for name in outside)
     assert store.layer_of("model.layers.12.mlp.gate.weight") == 12
     assert store.layer_of("model.layers_extra.1.x") is None
     for name, array in store.layer(3).items():

@@ -192,7 +192,7 @@ class Contents:
 
     def outside(self) -> list[Piece]:
         """The tensors outside the layers."""
-        names = sorted(self.store.outside_names(), key=_order)
+        names = sorted(self.store.layer_names(None), key=_order)
         return [tensor_by_tensor(self.store, self._recipe(n), OUTSIDE_GROUP) for n in names]
 
     def layer(self, index: int) -> list[Piece]:

@@ -308,13 +308,9 @@ class Store:
         index = name[len(prefix) :].split(".", 1)[0]
         return int(index) if index.isdecimal() else None
 
-    def layer_names(self, index: int) -> list[str]:
-        """The tensors of a layer."""
+    def layer_names(self, index: int | None) -> list[str]:
+        """The tensors of a layer; of None those outside: embedding, final norm, head."""
         return list(self._by_layer.get(index, ()))
-
-    def outside_names(self) -> list[str]:
-        """The tensors outside the layers: embedding, final norm, head."""
-        return list(self._by_layer.get(None, ()))
 
     def layer(self, index: int) -> dict[str, mx.array]:
         """The tensors of a layer, evaluated."""
