@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toastkit.errors import DataError, UsageError, from_os_error
+from toastkit.errors import DataError, UsageError, reported_as
 from toastkit.model.files import ModelFiles
 from toastkit.model.safetensors import LENGTH, MAX_HEADER_BYTES
 from toastkit.private_files import pread_past_cache
@@ -133,22 +133,19 @@ def fingerprint(files: ModelFiles) -> str:
 
 
 def _digest_weights(digest: hashlib.blake2b, path: Path) -> None:
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            first = file.read(8)
-            header = min(*LENGTH.unpack(first), MAX_HEADER_BYTES) if len(first) == 8 else 0
-            digest.update(b"%d %d\n" % (size, header))
-            digest.update(file.read(header))
-            start = 8 + header
-            stride = max((size - start) // SAMPLES_PER_FILE, SAMPLE_BYTES)
-            sample = bytearray(SAMPLE_BYTES)
-            for offset in range(start, size, stride):
-                # Small pages in the cache would keep those around them from being large.
-                count = pread_past_cache(file.fileno(), [sample], offset)
-                if count is None:
-                    count = os.preadv(file.fileno(), [sample], offset)
-                digest.update(memoryview(sample)[:count])
-    except OSError as error:
-        raise from_os_error(error, f"cannot read {path}") from error
+    with reported_as(f"cannot read {path}"), open(path, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        first = file.read(8)
+        header = min(*LENGTH.unpack(first), MAX_HEADER_BYTES) if len(first) == 8 else 0
+        digest.update(b"%d %d\n" % (size, header))
+        digest.update(file.read(header))
+        start = 8 + header
+        stride = max((size - start) // SAMPLES_PER_FILE, SAMPLE_BYTES)
+        sample = bytearray(SAMPLE_BYTES)
+        for offset in range(start, size, stride):
+            # Small pages in the cache would keep those around them from being large.
+            count = pread_past_cache(file.fileno(), [sample], offset)
+            if count is None:
+                count = os.preadv(file.fileno(), [sample], offset)
+            digest.update(memoryview(sample)[:count])

@@ -133,10 +133,8 @@ class ModelFiles:
         index = self.read_json(INDEX_FILE)
         if index is not None:
             return self._shards(index)
-        try:
+        with reported_as(f"cannot read {self.path}"):
             names = sorted(os.listdir(self.path))
-        except OSError as error:
-            raise from_os_error(error, f"cannot read {self.path}") from error
         files = [n for n in names if n.startswith("model") and n.endswith(".safetensors")]
         if not files and toast_format.OUTSIDE_FILE in names:
             files = [toast_format.OUTSIDE_FILE]
@@ -160,11 +158,9 @@ class ModelFiles:
 
     def _regular(self, name: str) -> Path:
         path = self.path / name
-        try:
+        with reported_as(f"cannot read {path}"):
             if stat.S_ISREG(path.stat().st_mode):
                 return path
-        except OSError as error:
-            raise from_os_error(error, f"cannot read {path}") from error
         raise DataError(f"{self.name}: {name} is not a regular file")
 
     def weight_map(self) -> dict[str, str]:

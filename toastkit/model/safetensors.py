@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from toastkit.errors import DataError, NoInputError, from_os_error
+from toastkit.errors import DataError, NoInputError, from_os_error, reported_as
 from toastkit.private_files import pread_into
 from toastkit.text.bounded_json import parse
 
@@ -107,13 +107,10 @@ def chunks(path: Path, start: int, stop: int) -> Iterator[memoryview | None]:
     """Yield bytes start:stop of a file, CHUNK_BYTES at a time, each valid until the next; None, as
     the last, if the file ends before. Raises what from_os_error gives."""
     scratch = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
-    try:
-        with open(path, "rb", buffering=0) as file:
-            for offset in range(start, stop, CHUNK_BYTES):
-                part = scratch[: stop - offset]
-                yield part if pread_into(file.fileno(), part, offset) else None
-    except OSError as error:
-        raise from_os_error(error, f"cannot read {path}") from error
+    with reported_as(f"cannot read {path}"), open(path, "rb", buffering=0) as file:
+        for offset in range(start, stop, CHUNK_BYTES):
+            part = scratch[: stop - offset]
+            yield part if pread_into(file.fileno(), part, offset) else None
 
 
 def check_sizes(header_bytes: int, tensors: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.errors import DataError, as_data_error, from_os_error, reported_as
+from toastkit.errors import DataError, as_data_error, reported_as
 from toastkit.model.files import ModelFiles
 from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import ITEM_ALIGNMENT, is_model_tensor
@@ -136,7 +136,7 @@ class RawTensors:
         or replaced, and what from_os_error gives."""
         read = 0
         for path, start, views in _ranges(wanted):
-            try:
+            with reported_as(f"cannot read {path}"):
                 fd = self.descriptor(path)
                 while views and not stopped():
                     begun = time.perf_counter()
@@ -147,8 +147,6 @@ class RawTensors:
                     start, views, read = start + count, _parted(views, count)[1], read + count
                     seconds = max(time.perf_counter() - begun, 1e-9)
                     self._own.call_bytes = count * CALL_SECONDS / seconds
-            except OSError as error:
-                raise from_os_error(error, f"cannot read {path}") from error
         return read
 
     def _short(self, views: list[memoryview], start: int) -> list[memoryview]:

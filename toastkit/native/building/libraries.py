@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toastkit.base_directories import own_directory
-from toastkit.errors import IOFailure, ToastError, UnavailableError, from_os_error
+from toastkit.errors import IOFailure, ToastError, UnavailableError, from_os_error, reported_as
 from toastkit.interrupts import Signals
 from toastkit.native.building import ready
 from toastkit.native.building.compiling import (
@@ -151,13 +151,11 @@ def build(
     if unsupported() or mlx is None or not (cxx or ready.library(mlx)):
         raise UnavailableError(f"no native products: {found.why}")
     name = _key(cxx, mlx)
-    try:
+    with reported_as(f"cannot build in {folder()}", creating=True):
         make_private_directories(folder())
         if problem := _unusable():
             raise UnavailableError(f"no native products: {problem}")
         lock = open_private(os.path.join(folder(), "lock"), os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        raise from_os_error(error, f"cannot build in {folder()}", creating=True) from error
     try:
         deadline, waiting = time.monotonic() + (SECONDS if wait else 0), False
         while not try_lock(lock):
