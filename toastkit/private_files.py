@@ -16,6 +16,7 @@ import os
 import stat
 import struct
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from toastkit.errors import Misplaced, SecondName, reported_as
@@ -156,18 +157,14 @@ def replace_file(
             os.close(fd)
         os.replace(temporary, path, src_dir_fd=at, dst_dir_fd=at)
     except BaseException:
-        try:
+        with suppress(OSError):  # the failure to report is the first one
             _remove(temporary, at)
-        except OSError:
-            pass  # the failure to report is the first one
         raise
 
 
 def _remove(path: Path | str, at: int | None) -> None:
-    try:
+    with suppress(FileNotFoundError):
         os.unlink(path, dir_fd=at)
-    except FileNotFoundError:
-        pass
 
 
 def try_lock(fd: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -321,10 +322,8 @@ def _template_value(name: str, value: str) -> Any:
 
     if value in _PYTHON:
         return _PYTHON[value]
-    try:
+    with suppress(ValueError, RecursionError):
         return json.loads(value, parse_constant=int)  # NaN is not JSON, and not a number
-    except (ValueError, RecursionError):
-        pass
     word = value.lower()
     if word in _TRUE_WORDS or word in _FALSE_WORDS:
         meant = "true" if word in _TRUE_WORDS else "false"

@@ -270,11 +270,9 @@ def _stop_if_there(path: str) -> None:
 def _lines(action: str, told: dict[str, Any]) -> Iterator[str]:
     """A reply as lines for a person."""
     if action == "status":
-        try:
+        with suppress(KeyError, TypeError):  # a daemon of another version reports other things
             yield from list(_summary(told))
             return
-        except (KeyError, TypeError):
-            pass  # a daemon of another version reports other things
     for name, value in _flat(told):
         yield f"{name}: {value}"
 

@@ -10,6 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -74,11 +75,9 @@ class Audit(Descriptor):
 
     def _follow(self) -> None:
         """Open the file if it is not open, or another program has moved it away."""
-        try:
+        with suppress(FileNotFoundError):
             if self._fd >= 0 and os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
                 return
-        except FileNotFoundError:
-            pass
         self._open()
 
     def _rotate(self, size: int) -> None:

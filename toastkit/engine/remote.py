@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from toastkit.errors import ToastError, UnavailableError, UsageError
@@ -328,10 +329,8 @@ class RemoteState:
         again."""
         if self.open and self._daemon.waiting is None:
             self.open = False
-            try:
+            with suppress(ToastError):  # the daemon is gone, and holds nothing
                 self._engine.hold_report(self._daemon.ask("release", {}))
-            except ToastError:
-                pass  # the daemon is gone, and holds nothing
 
 
 def _went_away() -> UnavailableError:

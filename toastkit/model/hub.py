@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -143,9 +144,6 @@ def _sweep(hub_id: str) -> None:
     folder = repository(hub_id)
     for path in (folder / "blobs").glob("*.????????.incomplete"):
         lock = hub_cache() / ".locks" / folder.name / f"{path.name.split('.')[0]}.lock"
-        try:
-            with open(lock, "ab") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-        except OSError:
-            pass  # another process is writing it, or has removed it
+        with suppress(OSError), open(lock, "ab") as file:  # another writes it, or has removed it
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()

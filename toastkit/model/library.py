@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -160,10 +161,8 @@ def _size(path: Path) -> int:
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:
-            try:
+            with suppress(FileNotFoundError):  # removed meanwhile
                 total += os.lstat(os.path.join(folder, name)).st_size
-            except FileNotFoundError:
-                pass  # removed meanwhile
     return total
 
 

@@ -298,18 +298,18 @@ class Session(LastCommit):
         if self._origin is None or self.generation or self._ahead is not None:
             return
         (path, generation, n, room), self._origin = self._origin, None
-        try:
-            with Session.open(path, self._expected, create=False, write=False) as source:
-                layers, lent = layers_at(source.header, n), source._stored()
-                if source.generation != generation or not layers or not lent.reopen:
-                    return
-                fd = self._files.fd(CACHE_FILE)
-                ahead = writing.as_committed(fd, self.header, self.tokens, 0, room)
-                ahead = writing.copy_ahead(fd, ahead, source.tokens[:n], layers, lent.fd)
-                source._check_last()  # or a writer may have reused what was copied
-                self._ahead = ahead
-        except (ToastError, Damaged, OSError):
-            pass
+        with (
+            suppress(ToastError, Damaged, OSError),
+            Session.open(path, self._expected, create=False, write=False) as source,
+        ):
+            layers, lent = layers_at(source.header, n), source._stored()
+            if source.generation != generation or not layers or not lent.reopen:
+                return
+            fd = self._files.fd(CACHE_FILE)
+            ahead = writing.as_committed(fd, self.header, self.tokens, 0, room)
+            ahead = writing.copy_ahead(fd, ahead, source.tokens[:n], layers, lent.fd)
+            source._check_last()  # or a writer may have reused what was copied
+            self._ahead = ahead
 
     def commit(
         self,

@@ -143,10 +143,8 @@ class HandoverServer:
             if connection is not None:
                 connection.close()
         self._waiting = []
-        try:
+        with suppress(OSError):  # the run's directory may already be gone
             os.unlink(self._path / HANDOVER_FILE)
-        except OSError:
-            pass  # the run's directory is already gone
 
 
 def _poll(
@@ -216,10 +214,8 @@ class HandoverClient:
             self.close()
             raise UnavailableError("prefill ended without handing over the session")
         lock = WriterLock.from_fd(self._session_path, fds[0])
-        try:
+        with suppress(OSError):  # prefill may just have died; the lock is here
             self._socket.sendall(DONE)
-        except OSError:
-            pass  # prefill has just died, and the lock is here
         return lock
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ process it was handed to. The file contains the holder's process id, for informa
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from toastkit.errors import BusyError, DataError, reported_as
@@ -27,11 +28,9 @@ class WriterLock(Descriptor):
         self._fd = fd
         if lent:
             return
-        try:
+        with suppress(OSError):  # a full disk only costs messages the holder's id
             os.ftruncate(fd, 0)
             os.pwrite(fd, b"%d\n" % os.getpid(), 0)
-        except OSError:
-            pass  # a full disk only costs messages the holder's id
 
     @classmethod
     def acquire(cls, path: Path) -> WriterLock:

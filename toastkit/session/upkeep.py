@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from toastkit.errors import CannotCreateError, NoInputError, ToastError, from_os_error
@@ -123,14 +124,12 @@ def remove_unborn(path: Path, made: bool) -> None:
     all there is in it."""
     if os.path.lexists(path / HEADER_FILE):
         return
-    try:
+    with suppress(OSError):  # it has other contents
         for name in (*OWN_NAMES - {RUNS_DIRECTORY, LOCK_FILE}, LOCK_FILE):
             (path / name).unlink(missing_ok=True)
         for folder in (path / RUNS_DIRECTORY, *([path] if made else ())):
             if folder.is_dir():
                 folder.rmdir()
-    except OSError:
-        pass  # has other contents
 
 
 def remove_tree(path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -140,7 +141,5 @@ class Follower:
         if committed is None or committed[0] - self._position not in (0, 1):
             return
         state = {"position": self._position, "selector": selector.state()}
-        try:
+        with suppress(ToastError):  # not part of a commit: the next run merely begins anew
             gear_state.save(session, *committed, state)
-        except ToastError:
-            pass  # not part of a commit: the next run merely begins anew

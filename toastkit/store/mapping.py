@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,10 +123,8 @@ def _mapped(raw: RawTensors, path: Path, make_region: Callable[[int], Any]) -> _
     lead = -first % LARGE_PAGE
     region.map_file(lead, fd, 0, about.st_size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # not supported
             region.advise(lead, about.st_size, mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # not supported
     return _File(region, lead, first + lead, fd, about.st_size, about.st_mtime_ns)
 
 

@@ -149,15 +149,13 @@ class Partial:
         """Remove it, unless published. Idempotent."""
         if self.fd < 0:
             return
-        try:
+        with suppress(OSError):  # the failure to report is the one that led here
             if not self._published:
                 if self._directory:
                     self._empty(self.fd)
                     os.rmdir(self.beside)
                 else:
                     os.unlink(self.beside)
-        except OSError:
-            pass  # the failure to report is the one that led here
         fd, self.fd = self.fd, -1
         os.close(fd)  # last: the lock keeps others out until here
 

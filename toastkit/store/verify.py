@@ -6,6 +6,7 @@ Files are read sequentially in large chunks. Imports neither MLX nor, without `v
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,12 +117,10 @@ def _is_ours(header: Header) -> bool:
 
 def _checksums(header: Header) -> dict[str, dict[str, str]]:
     """The checksums in a header, {} if they cannot be read."""
-    try:
+    with suppress(ValueError):
         groups = parse(header.metadata.get(CHECKSUMS_KEY, "").encode())
         if isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values()):
             return groups
-    except ValueError:
-        pass
     return {}
 
 
