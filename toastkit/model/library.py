@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from toastkit.errors import NoInputError, ToastError, UsageError, from_os_error
+from toastkit.errors import NoInputError, ToastError, UsageError, from_os_error, reported_as
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.hub import cached_snapshot, hub_cache, hub_id_of, is_hub_id, repository
@@ -169,12 +169,8 @@ def _size(path: Path) -> int:
 def remove(what: Removal) -> None:
     """Delete it. A link is deleted, never followed. Raises CannotCreateError, IOFailure."""
     for path in what.paths:
-        try:
+        with reported_as(f"cannot remove {path}", creating=True), suppress(FileNotFoundError):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise from_os_error(error, f"cannot remove {path}", creating=True) from error
