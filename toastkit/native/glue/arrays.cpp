@@ -42,6 +42,7 @@ class Operation : public mx::Primitive {
 
   void eval_cpu(const Arrays &inputs, Arrays &outputs) override {
     const bool again = outputs[0].is_tracer();  // it may be evaluated once more
+    give_memory(inputs, outputs);
     Arrays arrays;  // MLX keeps their buffers until this has run, except those of weights
     arrays.reserve(inputs.size() + weights_.size() + outputs.size());
     auto add = [&](size_t from, size_t to) {
@@ -54,18 +55,8 @@ class Operation : public mx::Primitive {
       std::move(weights_.begin(), weights_.end(), std::back_inserter(arrays));
     }
     add(first_, inputs.size());
-    // Every output refers to the inputs until all are evaluated, which would keep an input's buffer
-    // from being donated.
-    for (auto &one : outputs)
-      if (&one.inputs() != &inputs && !one.is_tracer()) one.inputs().clear();
-    if (allocate_) {
-      allocate_(inputs, outputs);
-    } else {
-      for (auto &one : outputs) one.set_data(mx::allocator::malloc(one.nbytes()));
-    }
     size_t numbers = 0;
     for (auto &one : outputs) {
-      if (one.size() && !one.buffer().ptr()) throw std::bad_alloc();  // MLX would go on with NULL
       arrays.push_back(mx::array::unsafe_weak_copy(one));
       numbers += one.size();
     }
@@ -82,6 +73,30 @@ class Operation : public mx::Primitive {
   const char *name() const override { return name_; }
 
  private:
+  // Gives the outputs their buffers. Where there is no memory it throws std::bad_alloc, and they can
+  // be evaluated once more.
+  void give_memory(const Arrays &inputs, Arrays &outputs) const {
+    auto set_others = [&](const Arrays &to) {
+      for (auto &one : outputs)
+        if (&one.inputs() != &inputs && !one.is_tracer()) one.inputs() = to;
+    };
+    // Every output refers to the inputs until all are evaluated, which would keep an input's buffer
+    // from being donated.
+    set_others({});
+    try {
+      if (allocate_) {
+        allocate_(inputs, outputs);
+      } else {
+        for (auto &one : outputs) one.set_data(mx::allocator::malloc(one.nbytes()));
+      }
+      for (auto &one : outputs)  // MLX would go on with NULL
+        if (one.size() && !one.buffer().ptr()) throw std::bad_alloc();
+    } catch (...) {
+      set_others(inputs);
+      throw;
+    }
+  }
+
   const char *name_;
   size_t first_;  // index of the weights among the inputs
   Arrays weights_;

@@ -1,0 +1,52 @@
+"""Graphs of MLX with native operations that are evaluated more than once."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from tests.model.test_native_operations import alike, library, numbers
+from tests.native_library import needed
+from toastkit.native.library import Library
+
+__all__ = ["library"]
+pytestmark = needed
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """For 16 MiB more."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_product_that_there_was_no_memory_for(library: Library) -> None:
+    x, weight = numbers(1, (1, 1 << 14, 32), mx.float32)[0], numbers(2, (1, 1024, 32), mx.float32)
+    weight = weight[0]
+    mx.eval(x, weight)
+    y = library.multiply(x, weight)  # 64 MiB
+    with little_memory(), pytest.raises(MemoryError):
+        mx.eval(y)
+    assert alike(y[:5], x[:5] @ weight.T)
+
+
+def test_caches_that_there_was_no_memory_for(library: Library) -> None:
+    """One output after another has been asked for."""
+    empty = mx.broadcast_to(mx.array(0.0), (1, 2, 1 << 18, 32))  # 64 MiB each
+    keys, values = (numbers(seed, (1, 2, 3, 32), mx.float32) for seed in (3, 4))
+    mx.eval(empty, keys, values)
+    made = library.append((empty, empty), (keys, values), 0)
+    for output in made[:2]:
+        with little_memory(), pytest.raises(MemoryError):
+            mx.eval(output)
+    assert alike(made[2], keys) and alike(made[3], values)
