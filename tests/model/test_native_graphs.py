@@ -18,6 +18,13 @@ __all__ = ["library"]
 pytestmark = needed
 
 
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    mx.enable_compile()
+    yield
+    mx.disable_compile()  # as engines leave it
+
+
 @contextmanager
 def little_memory() -> Iterator[None]:
     """For 16 MiB more."""
@@ -28,6 +35,22 @@ def little_memory() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_compiled_function_computes_each_time(
+    library: Library, compiling: None, held: bool
+) -> None:
+    """With weights of its own (held), or such as it is given."""
+    weight = numbers(9, (1, 7, 32), mx.float32)[0]
+    mx.eval(weight)
+    if held:
+        product = mx.compile(lambda x, _: library.multiply(library.softmax(x), weight) + 1)
+    else:
+        product = mx.compile(lambda x, w: library.multiply(library.softmax(x), w) + 1)
+    for seed in range(3):
+        x = numbers(seed, (1, 3, 32), mx.float32)[0]
+        assert alike(product(x, weight), mx.softmax(x, -1) @ weight.T + 1)
 
 
 def test_a_product_that_there_was_no_memory_for(library: Library) -> None:

@@ -41,7 +41,9 @@ class Operation : public mx::Primitive {
   }
 
   void eval_cpu(const Arrays &inputs, Arrays &outputs) override {
-    const bool again = outputs[0].is_tracer();  // it may be evaluated once more
+    // It may be evaluated once more: a graph that is being traced, or one that mx.compile keeps.
+    const bool again = outputs[0].is_tracer() ||
+                       size_t(outputs[0].primitive_ptr().use_count()) > outputs.size();
     give_memory(inputs, outputs);
     Arrays arrays;  // MLX keeps their buffers until this has run, except those of weights
     arrays.reserve(inputs.size() + weights_.size() + outputs.size());
