@@ -67,10 +67,11 @@ struct Pool {
     uint64_t now = ticket.load(memory_order_acquire);
     for (;;) {
       if (uint32_t(now >> 32) != number) return false;
-      // These may be a later job's; then the exchange fails.
+      // These may be a later job's; then the exchange fails: who has read its count, which is
+      // written last, also sees that the ticket was closed before.
       auto function = work.load(memory_order_relaxed);
       void *argument = context.load(memory_order_relaxed);
-      if (uint32_t(now) >= count.load(memory_order_relaxed)) return false;
+      if (uint32_t(now) >= count.load(memory_order_acquire)) return false;
       if (!ticket.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) continue;
       function(argument, uint32_t(now));
       remaining.fetch_sub(1, memory_order_release);
@@ -125,7 +126,7 @@ struct Pool {
     remaining.store(indices, memory_order_relaxed);
     work.store(function, memory_order_relaxed);
     context.store(argument, memory_order_relaxed);
-    count.store(indices, memory_order_relaxed);
+    count.store(indices, memory_order_release);
     ticket.store(uint64_t(number) << 32, memory_order_release);
     job.store(number, memory_order_seq_cst);
     if (wake && sleepers.load(memory_order_seq_cst)) wake_all(job);
