@@ -101,6 +101,18 @@ def test_layers_that_are_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert check_same(again, 24, 16) == [16, 23, 24] and not again.last_token.possible
 
 
+def test_a_matrix_with_a_row_for_each_word_that_is_no_head(tmp_path: Path) -> None:
+    """That of Gemma's inputs of each layer: two layers of 2048 numbers, and 4096 words."""
+    config = {
+        **SIZES, "model_type": "gemma4_text", "hidden_size_per_layer_input": 2048,
+        "vocab_size_per_layer_input": 4096, "tie_word_embeddings": True, "layer_types": None,
+        "num_kv_shared_layers": 0, "global_head_dim": 16,
+    }  # fmt: skip
+    engine = open_model(write_random(tmp_path / "m", config), native="require")
+    assert engine.model.model.per_layer_model_projection["weight"].shape[0] == engine.vocab
+    assert check_same(engine, 24) == [24]
+
+
 @pytest.mark.parametrize("rest", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_bits": 16}])
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3_5", "mamba2"])
 def test_in_other_numbers(tmp_path: Path, name: str, rest: dict) -> None:

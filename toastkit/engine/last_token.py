@@ -54,9 +54,7 @@ class LastToken:
 
     def examine(self, holdings: Holdings) -> None:
         """Examine a model before any of its weights are loaded."""
-        heads = _heads(holdings) if holdings.types.native else []
-        heads += _last_layers(holdings) if heads else []
-        self._heads = heads if heads and _is_by_row(holdings, heads) else []
+        self._heads = _found(holdings) if holdings.types.native else []
 
     @property
     def possible(self) -> bool:
@@ -80,16 +78,44 @@ class LastToken:
             yield
 
 
+def _found(holdings: Holdings) -> list[Any]:
+    """Return the modules to be told that the last position is wanted alone: heads, and the last
+    layers; none if passes over several tokens then compute otherwise than over one."""
+    if reads_on_host(type(holdings.store.model).__module__.rpartition(".")[2]):
+        return []  # building the graph would compute
+    try:
+        with holdings.shapes_only():
+            heads = _heads(holdings)
+            heads += _last_layers(holdings) if heads else []
+            return heads if heads and _is_by_row(holdings, heads) else []
+    except MISFITS:
+        return []  # the first pass reports what is wrong with the model
+
+
 def _heads(holdings: Holdings) -> list[Any]:
-    """Return the modules whose products may be logits."""
+    """Return the modules whose products are logits. An embedding that is looked up alone is as good
+    as one. A pass is built only for what has another name than most heads."""
     vocab = holdings.store.config.vocab
-    return [
-        holding.module
-        for holding in holdings.modules.values()
+    found = [
+        (path, holding.module)
+        for path, holding in holdings.modules.items()
         for tensor in holding.tensors
         if holding.layer is None and tensor.key == "weight"
         if holdings.store.shape(tensor.name)[0] == vocab
     ]
+    return [
+        one
+        for path, one in found
+        if hasattr(one, "as_linear") or path.endswith("lm_head") or _gives_logits(holdings, one)
+    ]
+
+
+def _gives_logits(holdings: Holdings, module: Any) -> bool:
+    """False for another matrix that happens to have a row for each word, as those of inputs of each
+    layer may have, whose last position would stand for all of them."""
+    model: Any = holdings.store.model
+    with last_position_only([module]):
+        return model(mx.zeros((1, 2), mx.uint32), cache=holdings.new_caches()).shape[1] == 1
 
 
 def _last_layers(holdings: Holdings) -> list[Any]:
@@ -108,20 +134,15 @@ def _last_layers(holdings: Holdings) -> list[Any]:
 def _is_by_row(holdings: Holdings, heads: Sequence[Any]) -> bool:
     """True if passes over any number of tokens compute each token the same way, with logits of the
     last one alone if the heads are told to."""
-    if reads_on_host(type(holdings.store.model).__module__.rpartition(".")[2]):
-        return False  # building the graph would compute
     caches = holdings.new_caches()
     if not all(_keeps_order(one, 1) for one in leaves(caches)):
         return False
     windows = [getattr(layer, "max_size", MANY) for layer in caches]
-    try:
-        with holdings.shapes_only(), last_position_only(heads):
-            one = _computed(holdings, 1)
-            return one is not None and all(
-                _computed(holdings, count) == one for count in (2, max(2, min(MANY, *windows)))
-            )
-    except MISFITS:
-        return False  # the first pass reports what is wrong with the model
+    with last_position_only(heads):
+        one = _computed(holdings, 1)
+        return one is not None and all(
+            _computed(holdings, count) == one for count in (2, max(2, min(MANY, *windows)))
+        )
 
 
 def _computed(holdings: Holdings, count: int) -> Counter[str] | None:
