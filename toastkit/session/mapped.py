@@ -25,12 +25,13 @@ from toastkit.native.library import Library, in_use
 from toastkit.native.regions import PAGE, Region
 from toastkit.private_files import hold_bytes
 from toastkit.session.blocks import Stored
+from toastkit.session.extents import align
 from toastkit.session.layout import BLOCK_ROWS, Tensor
 
 MIN_BYTES = 1 << 18  # bytes of a tensor; copying a smaller one is as fast
 ROOM = BLOCK_ROWS  # minimum positions to append before a cache moves to its own memory
 SHARE = 8  # and as a fraction of the existing ones
-MAX_PIECES = 1 << 12  # maps: a process has 65,530 by default
+MAX_PIECES = 1 << 13  # maps: a process has 65,530 by default
 
 
 def read_in_place(
@@ -88,6 +89,18 @@ def _pieces(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
     yield at, offset, size
 
 
+def _held(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield (offset in the file, bytes) of its rows, adjacent extents merged with the unused bytes
+    between them: for each lock the system goes through all that a file has."""
+    first = end = 0
+    for _, offset, size in _pieces(tensor):
+        if end and offset != align(end):
+            yield first, end - first
+            end = 0
+        first, end = first if end else offset, offset + size
+    yield first, end - first
+
+
 def _mapped(
     library: Library, stored: Stored, tensors: Sequence[Tensor], dtypes: Mapping[str, mx.Dtype]
 ) -> dict[int, mx.array]:
@@ -100,8 +113,9 @@ def _mapped(
     region.room(0, region.nbytes)
     arrays, start = {}, 0
     for tensor, size in zip(tensors, sizes):
-        for at, offset, count in _pieces(tensor):
+        for offset, count in _held(tensor):
             hold_bytes(fd, offset, count)
+        for at, offset, count in _pieces(tensor):
             region.map_file(start + at, fd, offset, count)
         shape = tensor.shape if tensor.axis is None else _by_position(tensor)
         array = region.array(start, dtypes[tensor.dtype], shape)
