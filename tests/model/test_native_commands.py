@@ -37,6 +37,11 @@ def test_commands(toast, cache: Path) -> None:
         assert b"native products: on (" in done.stderr
     told = toast("model", "info", "--device", env=env).stdout.decode()
     assert f"native products    on ({starting.status().why})" in told
+    assert "TOAST_" not in told
+    for name, value in (("TOAST_NATIVE", "off"), ("TOAST_THREADS", "1")):
+        told = toast("model", "info", "--device", env={**env, name: value}).stdout.decode()
+        assert f"variables          {name}={value}\n" in told
+        assert ("off: TOAST_NATIVE is off" in told) is (value == "off")
 
 
 def test_a_greedy_answer_loads_little(tmp_path: Path, cache: Path, monkeypatch) -> None:

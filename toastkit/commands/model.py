@@ -20,6 +20,9 @@ from toastkit.interrupts import Signals
 from toastkit.text.exact_numbers import counted
 from toastkit.text.terminal import shown
 
+# That change what `info --device` says, for the commands that load a model.
+ENGINE_VARIABLES = ("TOAST_DEVICE", "TOAST_NATIVE", "TOAST_NATIVE_EXACT", "TOAST_THREADS")
+
 
 @cli.command("model", cls=cli.Group, no_args_is_help=False)
 def model(**flags) -> None:
@@ -102,6 +105,12 @@ def _device(flags: dict[str, Any]) -> int:
     from toastkit.engine import device
 
     facts = device.facts()
+    given = {name: os.environ[name] for name in ENGINE_VARIABLES if os.environ.get(name)}
+    if given.get("TOAST_NATIVE") == "off":
+        facts = {name: facts[name] for name in ("device", "mlx")}
+        facts["native products"] = "off: TOAST_NATIVE is off"
+    if given:
+        facts["variables"] = " ".join(f"{name}={value}" for name, value in given.items())
     if flags["as_json"]:
         print(json.dumps(facts))
     else:
