@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -170,6 +171,20 @@ def test_one_builds_at_a_time(cache: Path, cxx, trusting) -> None:
     threading.Timer(0.2, os.close, [lock]).start()
     assert libraries.build(wait=True) == libraries.find().path  # the other has not built it
     assert runs(path) > 0
+
+
+def test_nothing_is_begun_where_nothing_can_be_locked(cache: Path, cxx, monkeypatch) -> None:
+    """Else every command would begin a build that fails, and say that it is done meanwhile."""
+    cxx(COMPILES)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    cache.mkdir(parents=True, mode=0o700)
+    os.mkfifo(cache / "lock", 0o600)
+    why = f"{cache / 'lock'}: lock is a FIFO"
+    assert libraries.find() == (None, why, False) and starting.start(AUTO) == Status(False, why)
+    (cache / "lock").unlink()
+    (cache / "lock").touch(0o600)
+    monkeypatch.setattr(libraries, "try_lock", Mock(side_effect=OSError(37, "No locks available")))
+    assert libraries.find() == (None, f"{cache / 'lock'}: No locks available", False)
 
 
 def test_nothing_is_begun_where_nothing_can_be_kept(cache: Path, cxx, monkeypatch) -> None:

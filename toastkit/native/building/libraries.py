@@ -103,20 +103,23 @@ def find() -> Found:
         return Found(None, f"{folder()}: {error.strerror}")
     if not can_be_written(folder()):
         return Found(None, f"nothing can be kept in {folder()}")
-    state = "being built in the background" if _is_building() else "not built yet"
+    try:
+        state = "being built in the background" if _is_building() else "not built yet"
+    except OSError as error:  # no build could take the lock
+        return Found(None, f"{os.path.join(folder(), 'lock')}: {error.strerror}")
     return Found(None, f"they are {state}", pending=True)
 
 
 def _is_building() -> bool:
-    """True while a process holds the builders' lock."""
+    """True while a process holds the builders' lock. Raises OSError if none can."""
     try:
         lock = open_private(os.path.join(folder(), "lock"), os.O_RDONLY)
-        try:
-            return not try_lock(lock)
-        finally:
-            os.close(lock)
-    except OSError:
+    except FileNotFoundError:
         return False
+    try:
+        return not try_lock(lock)
+    finally:
+        os.close(lock)
 
 
 def build_meanwhile() -> bool:
