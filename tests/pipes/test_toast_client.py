@@ -20,6 +20,7 @@ from tests.terminals import Terminal
 from tests.unit.fake_daemon import DROP, END, HOLD, SECONDS, FakeDaemon, answer, failure
 from tests.unit.test_cli import lines_of
 from toastkit.commands import program_name
+from toastkit.daemon.pidfile import Pidfile, process_at
 
 Run = Callable[..., subprocess.CompletedProcess]
 HELLO = answer("Hello", " there.")
@@ -36,7 +37,11 @@ def contents(request: dict) -> list[str]:
 def test_a_person_is_told_of_a_silent_daemon(home: Path) -> None:
     """One line, after some seconds, in which the process is named that the pidfile has."""
     with FakeDaemon([HOLD]) as daemon, ExitStack() as opened:
-        Path(f"{daemon.path}.pid").write_text(f"{os.getpid()}\n")
+        assert process_at(daemon.path) is None
+        with closing(Pidfile.take(f"{daemon.path}.pid")):
+            pass  # of one that was killed: the number may be anybody's
+        assert process_at(daemon.path) is None
+        opened.enter_context(closing(Pidfile.take(f"{daemon.path}.pid")))
         who = f"the daemon at {daemon.path} (process {os.getpid()})"
         waiting = {}
         for name in ("toast", "decode"):

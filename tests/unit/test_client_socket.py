@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -185,6 +186,19 @@ def test_nobody_answers(tmp_path: Path, kind: str) -> None:
         list(SocketBackend(str(path)).ask(ASK))
     with pytest.raises(UnavailableError, match=f"no daemon answers at {path}"):
         control(str(path), "status", SECONDS)
+
+
+def test_whom_a_hint_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An action on a daemon cannot do without one."""
+
+    def refuse(connection: socket.socket, path: str) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(wire, "_connected", refuse)
+    for ask, hint in ((connect, "--no-daemon does without it"), (control, None)):
+        with pytest.raises(UnavailableError, match="permission denied") as caught:
+            ask("s", *(["status", SECONDS] if ask is control else []))
+        assert caught.value.hint == hint
 
 
 def test_what_another_user_listens_at_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,12 @@ def control(path: str, op: str, timeout: float, to_end: bool = False) -> dict[st
     last: dict[str, Any] | None = None
     wire: Wire | None = None
     try:
-        wire = Wire(_connected(path, waiter), path, waiter)
+        try:
+            connection = _connected(path, waiter)
+        except UnavailableError as error:
+            error.hint = None  # it is for who could do without a daemon
+            raise
+        wire = Wire(connection, path, waiter)
         wire.send({"op": op})
         while (last is None or to_end) and (reply := wire.reply()) is not None:
             if "error" in reply:

@@ -11,22 +11,22 @@ from contextlib import suppress
 
 from toastkit.daemon.paths import pidfile_path
 from toastkit.errors import BusyError, CannotCreateError, reported_as
-from toastkit.private_files import Descriptor, lock_file, read_file
+from toastkit.private_files import Descriptor, lock_file, open_private, read_file, try_lock
 
 _MAX_BYTES = 64
 
 
 def process_at(socket: str) -> int | None:
     """The process of the daemon that listens at a socket, by the pidfile beside it; None if there
-    is none, or not of a process that lives. (The kernel names the process that made the socket,
-    which may be a service manager.)"""
+    is none, or nobody holds its lock: the number may be another process's by now. (The kernel names
+    the process that made the socket, which may be a service manager.)"""
     try:
-        content = read_file(pidfile_path(socket), _MAX_BYTES).strip()
-        process = int(content) if content.isdigit() else 0
-        os.kill(process, 0)
-    except (OSError, OverflowError):
+        with open(open_private(pidfile_path(socket), os.O_RDONLY), "rb") as file:
+            content = file.read(_MAX_BYTES).strip()
+            stale = try_lock(file.fileno())
+    except OSError:
         return None
-    return process or None
+    return int(content) if content.isdigit() and not stale else None
 
 
 class Pidfile(Descriptor):
