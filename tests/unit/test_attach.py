@@ -24,7 +24,6 @@ from toastkit.errors import (
     UnavailableError,
     UsageError,
 )
-from toastkit.interrupts import Interrupt
 from toastkit.session.directory import Session
 
 MODEL = "ab" * 16
@@ -61,33 +60,6 @@ def restored(count: int = 0, values: str | None = None) -> list:
 
 def held(count: int, values: str | None = None) -> list:
     return [{"read": {"held": count, "logits": values}}]
-
-
-class Noted(Interrupt):
-    """A signal that came while nobody answered, or none."""
-
-    def __init__(self, signal: int = 0) -> None:
-        self.signal, self.ends = signal, os.pipe()
-        os.write(self.ends[1], bytes([signal] if signal else []))
-
-    def fileno(self) -> int:
-        return self.ends[0]
-
-
-def test_a_signal_ends_the_wait_for_a_silent_daemon(tmp_path: Path) -> None:
-    with FakeDaemon(HOLD) as daemon, pytest.raises(SystemExit) as ended:
-        attach(daemon.path, MODEL, "auto", None, None, interrupts=Noted(15))
-    assert ended.value.code == 143
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as other:
-        listener.bind(path := str(tmp_path / "s"))
-        listener.listen(0)
-        other.connect(path)  # and no more can
-        with pytest.raises(SystemExit) as ended:
-            attach(path, MODEL, "auto", None, None, interrupts=Noted(15))
-    assert ended.value.code == 143
-    with FakeDaemon([HELLO]) as daemon:  # a run is for its stage to end
-        engine = attach(daemon.path, MODEL, "auto", None, None, interrupts=Noted())
-        assert engine is not None and engine.vocab == VOCAB
 
 
 # --------------------------------------------------------------------------------- finding one

@@ -91,10 +91,12 @@ def attach(
 
 
 class Operations:
-    """Ops to the daemon and their answers, in turn. waiting: the op whose answer is due."""
+    """Ops to the daemon and their answers, in turn. waiting: the op whose answer is due. given_up:
+    a signal has ended the wait for it, and nothing more is to be waited for."""
 
     def __init__(self, connection: socket.socket, path: str, waiter: Waiter | None = None):
         self.waiting: str | None = None
+        self.given_up = False
         self._wire = Wire(connection, path, waiter, refusal=UnavailableError)
         self.refuse, self.close = self._wire.refuse, self._wire.close
 
@@ -116,7 +118,11 @@ class Operations:
     def answer(self) -> dict[str, Any]:
         """Return the answer to the op sent last. Raises as `ask` does."""
         assert self.waiting is not None
-        reply = self._wire.reply()
+        try:
+            reply = self._wire.reply()
+        except (KeyboardInterrupt, SystemExit):
+            self.given_up = True
+            raise
         if reply is None:
             raise _went_away()
         name, self.waiting = ANSWERS[self.waiting], None
@@ -308,8 +314,9 @@ class RemoteState:
         return self._daemon.refuse() if logits is None else logits
 
     def commit(self) -> None:
-        """Have the daemon write the state into its session, if it has one."""
-        if self.session is not None:
+        """Have the daemon write the state into its session, if it has one, unless the wait for it
+        has been given up: the session is then as before the run, as after a kill."""
+        if self.session is not None and not self._daemon.given_up:
             _ = self.logits
             self._daemon.ask("commit", {})
 
