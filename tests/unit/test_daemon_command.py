@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import click
 import pytest
@@ -19,6 +19,7 @@ from toastkit import errors
 from toastkit.client import socket_backend
 from toastkit.commands import toasted as command
 from toastkit.commands.sizes import Duration, Size
+from toastkit.daemon.pidfile import Pidfile
 
 
 @pytest.fixture
@@ -160,10 +161,11 @@ def test_no_daemon_or_one_that_does_not_answer(silent: str, monkeypatch) -> None
             act(action, f"{silent}x")
     monkeypatch.setattr(command, "ANSWER_SECONDS", 0.05)
     monkeypatch.setattr(command, "STOP_SECONDS", 0.05)
-    with backlog_of(silent, 1):
+    with backlog_of(silent, 1), closing(Pidfile.take(f"{silent}.pid")):
         for action in (*command.ACTIONS, "restart"):
-            with pytest.raises(errors.UnavailableError, match="does not answer"):
+            with pytest.raises(errors.UnavailableError, match="does not answer") as caught:
                 act(action, silent)
+            assert caught.value.hint == f"wait, or kill it: it is process {os.getpid()}"
     with backlog_of(silent):  # what a stopped daemon's clients leave, one after the other
         for action in (*command.ACTIONS, "restart"):
             with pytest.raises(errors.UnavailableError, match="does not answer"):

@@ -133,7 +133,7 @@ def control(path: str, op: str, timeout: float, to_end: bool = False) -> dict[st
             if not reply.keys().isdisjoint(LAST):
                 last = reply
     except TimeoutError as error:
-        hint = "wait, or kill it"
+        hint = _killing_hint(path)
         if last is None:
             raise SilentError(f"the daemon at {path} does not answer", hint=hint) from error
         message = f"the daemon at {path} is still finishing requests"
@@ -144,6 +144,13 @@ def control(path: str, op: str, timeout: float, to_end: bool = False) -> dict[st
     if last is None:
         raise UnavailableError(f"the daemon at {path} closed the connection")
     return last
+
+
+def _killing_hint(path: str) -> str:
+    from toastkit.daemon.pidfile import process_at
+
+    number = process_at(path)
+    return "wait, or kill it" if number is None else f"wait, or kill it: it is process {number}"
 
 
 def _connected(path: str, waiter: Waiter) -> socket.socket:
