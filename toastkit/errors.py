@@ -30,17 +30,15 @@ UNMAPPED = re.compile("failed to map segment|[Cc]annot allocate memory")  # of a
 class ToastError(Exception):
     """Base of all errors shown to a user.
 
-    message: one line. hint: one line on what to do about it, or None. stage: the command in which
-    it happened, None for this process.
+    message: one line. hint: one line on what to do about it, or None.
     """
 
     code = 70
 
-    def __init__(self, message: str, hint: str | None = None, stage: str | None = None):
+    def __init__(self, message: str, hint: str | None = None):
         super().__init__(message)
         self.message = message
         self.hint = hint
-        self.stage = stage
         self.sent = False  # down the pipe, as an error frame
 
 
@@ -85,9 +83,6 @@ class Interrupted(ToastError):
 
     code = 130
 
-    def __init__(self, message: str = "interrupted", hint: str | None = None):
-        super().__init__(message, hint)
-
 
 class RemoteError(ToastError):
     """An error frame that came down the pipe; its origin has reported it already.
@@ -96,8 +91,8 @@ class RemoteError(ToastError):
     """
 
     def __init__(self, code: int, stage: str, message: str, hint: str | None = None):
-        super().__init__(message, hint, stage)
-        self.code = code
+        super().__init__(message, hint)
+        self.code, self.stage = code, stage
 
 
 class Misplaced(OSError):
