@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from toastkit.errors import DataError, UnavailableError
-from toastkit.text import chat_template, template_child
+from toastkit.text import template_child
 from toastkit.text.chat_template import render
 from toastkit.text.messages import user_messages
 
@@ -114,7 +114,7 @@ def test_templates_that_run_for_long_are_stopped(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask("x")  # starts a child: that is not what is timed
-    monkeypatch.setattr(chat_template, "SECONDS", 0.1)
+    monkeypatch.setattr(template_child, "SECONDS", 0.1)
     with pytest.raises(DataError, match=r"^chat template: stopped, it runs for over 0\.1 seconds$"):
         ask(LONG[name])
     monkeypatch.undo()

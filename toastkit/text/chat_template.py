@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from toastkit.errors import DataError, did_you_mean
 from toastkit.text.messages import AS_TEXT, DOCUMENT, content_text, documents
 
-SECONDS = 5.0  # for one prompt
 MAX_SOURCE = 1 << 20  # characters of a template
 # SHA-256 of templates that may run in this process: the embedded model's.
 KNOWN = frozenset(("66edfb854931c933d3ac94f507626dd4fa2d5ca0a9b1036b11729d296a7392ac",))
@@ -236,7 +235,7 @@ def _answer(source: str, variables: dict[str, Any], arguments: list[str]) -> dic
     from toastkit.text.template_child import Stopped, ask
 
     try:
-        return ask(job, SECONDS)
+        return ask(job)
     except RecursionError as error:
         raise DataError("messages: nested too deep for a template") from error
     except Stopped as error:

@@ -20,6 +20,7 @@ from typing import Any
 
 from toastkit.errors import UnavailableError
 
+SECONDS = 5.0  # for one job
 START_SECONDS = 30.0
 LOOKS = sys.platform == "darwin"  # which does not enforce RLIMIT_AS
 LOOK_SECONDS = 0.1  # between two checks of a child's memory
@@ -62,7 +63,7 @@ class _Child:
         """True if it is running, and this process is not a fork of the one that started it."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def ask(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to a job. Raises Stopped."""
         if not self._is_ready:
             try:
@@ -70,14 +71,14 @@ class _Child:
             except (OSError, Stopped) as error:
                 raise UnavailableError(_FAILED) from error
             self._is_ready = True
-        deadline = time.monotonic() + seconds
-        data = json.dumps({**job, "seconds": seconds}).encode()
+        deadline = time.monotonic() + SECONDS
+        data = json.dumps({**job, "seconds": SECONDS}).encode()
         try:
-            self._socket.settimeout(seconds)
+            self._socket.settimeout(SECONDS)
             self._socket.sendall(len(data).to_bytes(HEADER_BYTES, "big") + data)
             return self._receive(deadline)
         except TimeoutError as error:
-            raise Stopped(f"it runs for over {seconds:g} seconds") from error
+            raise Stopped(f"it runs for over {SECONDS:g} seconds") from error
         except OSError as error:
             raise Stopped("it takes too much memory") from error
 
@@ -136,15 +137,15 @@ _lock = threading.Lock()
 _child: _Child | None = None
 
 
-def ask(job: dict[str, Any], seconds: float) -> dict[str, Any]:
+def ask(job: dict[str, Any]) -> dict[str, Any]:
     """Return the child's reply to a job of toastkit.text.sandbox.answer. Any thread; one at a time.
 
-    Raises Stopped if it took longer than `seconds`, too much memory or wrote too much,
+    Raises Stopped if it took longer than SECONDS, too much memory or wrote too much,
     UnavailableError if no child can be started.
     """
     with _lock:
         try:
-            reply = _started().ask(job, seconds)
+            reply = _started().ask(job)
         except BaseException:  # an interrupt as well: the next job would get its reply
             _end()
             raise
