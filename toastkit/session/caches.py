@@ -21,19 +21,17 @@ from toastkit.native.kv_caches import SCALE_BYTES, as_kept, is_kept
 from toastkit.session.blocks import LayerSource, Stored, TensorSource
 from toastkit.session.layout import (
     BLOCK_ROWS,
-    ITEM_BYTES,
     KINDS,
     KV,
     Damaged,
     Layer,
     Tensor,
 )
-from toastkit.session.mapped import read_in_place
+from toastkit.session.mapped import DTYPES, read_in_place
 from toastkit.store.dtypes import bytes_of
 
 LARGE = 8 << 20  # bytes to save from which importing numpy, which is faster there, pays off
 CACHE_MODULE = "mlx_lm.models.cache"
-DTYPES = {name: getattr(mx, "bool_" if name == "bool" else name) for name in ITEM_BYTES}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Arrays = dict[str, mx.array]
@@ -150,7 +148,7 @@ def fill(caches: Sequence[Any], layers: Sequence[Layer | None], load: Stored) ->
     if len(caches) != len(layers):
         raise Damaged(f"it has {len(layers)} layers, the model {len(caches)}")
     pairs = [(cache, layer) for cache, layer in zip(caches, layers) if layer is not None]
-    in_place = read_in_place(load, [x for pair in pairs for x in _kept_as_stored(*pair)], DTYPES)
+    in_place = read_in_place(load, [x for pair in pairs for x in _kept_as_stored(*pair)])
     for index, (cache, layer) in enumerate(zip(caches, layers)):
         try:
             if layer is not None:

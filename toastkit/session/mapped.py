@@ -17,7 +17,7 @@ machine's boot is read in place (reading.seal).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
@@ -26,21 +26,21 @@ from toastkit.native.regions import PAGE, Region
 from toastkit.private_files import hold_bytes
 from toastkit.session.blocks import Stored
 from toastkit.session.extents import align
-from toastkit.session.layout import BLOCK_ROWS, Tensor
+from toastkit.session.layout import BLOCK_ROWS, ITEM_BYTES, Tensor
 
+# MLX's dtypes of stored tensors.
+DTYPES = {name: getattr(mx, "bool_" if name == "bool" else name) for name in ITEM_BYTES}
 MIN_BYTES = 1 << 18  # bytes of a tensor; copying a smaller one is as fast
 ROOM = BLOCK_ROWS  # minimum positions to append before a cache moves to its own memory
 SHARE = 8  # and as a fraction of the existing ones
 MAX_PIECES = 1 << 13  # maps: a process has 65,530 by default
 
 
-def read_in_place(
-    stored: Stored, caches: Sequence[Sequence[Tensor]], dtypes: Mapping[str, mx.Dtype]
-) -> dict[int, mx.array]:
+def read_in_place(stored: Stored, caches: Sequence[Sequence[Tensor]]) -> dict[int, mx.array]:
     """Map stored tensors, grouped by cache, as arrays of the stored dtype, keyed by the tensors'
     ids. Growing ones are (B, heads, positions, size), with positions in whole blocks of 256, the
-    last of them room whose contents are unspecified; others have their shape. dtypes: of MLX, by
-    name. What cannot be read in place is left out, for the caller to read as usual."""
+    last of them room whose contents are unspecified; others have their shape. What cannot be read
+    in place is left out, for the caller to read as usual."""
     library = in_use()
     fit = [tensor for tensors in caches for tensor in _fitting(tensors)]
     if library is None or stored.reopen is None or not fit:
@@ -48,7 +48,7 @@ def read_in_place(
     if sum(1 for tensor in fit for _ in _pieces(tensor)) > MAX_PIECES:
         return {}
     try:
-        return _mapped(library, stored, fit, dtypes)
+        return _mapped(library, stored, fit)
     except OSError:  # locks, maps, or address space unavailable
         return {}
 
@@ -101,9 +101,7 @@ def _held(tensor: Tensor) -> Iterator[tuple[int, int]]:
     yield first, end - first
 
 
-def _mapped(
-    library: Library, stored: Stored, tensors: Sequence[Tensor], dtypes: Mapping[str, mx.Dtype]
-) -> dict[int, mx.array]:
+def _mapped(library: Library, stored: Stored, tensors: Sequence[Tensor]) -> dict[int, mx.array]:
     """The arrays, by the id of their tensors. Raises OSError if they cannot be mapped."""
     assert stored.reopen is not None
     sizes = [_size(tensor) for tensor in tensors]
@@ -118,7 +116,7 @@ def _mapped(
         for at, offset, count in _pieces(tensor):
             region.map_file(start + at, fd, offset, count)
         shape = tensor.shape if tensor.axis is None else _by_position(tensor)
-        array = region.array(start, dtypes[tensor.dtype], shape)
+        array = region.array(start, DTYPES[tensor.dtype], shape)
         arrays[id(tensor)] = array if tensor.axis is None else mx.moveaxis(array, 0, 2)
         start += size
     mx.eval(list(arrays.values()))
