@@ -1,24 +1,17 @@
 """Classes of mlx_lm that are recognised by their source, and the mixins that compute in their
-place."""
+place: those of attentions here, the others in modules/ and layers/."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 from functools import cache
+from math import sqrt
+from typing import Any
 
 import mlx.nn as nn
 
-from toastkit.native.forms.common import Known
-from toastkit.native.forms.known_attentions import (
-    AfmoeAttention,
-    CohereAttention,
-    FalconAttention,
-    GemmaAttention,
-    GraniteAttention,
-    NemotronAttention,
-    PhiAttention,
-)
+from toastkit.native.forms.common import HEADS, Heads, Known, KnownAttention
 from toastkit.native.functions import definition_of, functions_of
 from toastkit.native.layers.decoder import (
     ConvolutionLayer,
@@ -71,6 +64,62 @@ from toastkit.native.modules.recurrent import (
     SelectiveScan,
     SelectiveScanNormed,
 )
+
+GEMMA = HEADS._replace(q_norm="q_norm", k_norm="k_norm", v_norm="v_norm", size="head_dim")
+# It has no projections of keys and values: q_proj is a placeholder that is never used.
+GEMMA_SHARING = GEMMA._replace(k="q_proj", v="q_proj", k_norm=None, v_norm=None, shares_cache=True)
+
+
+class AfmoeAttention(KnownAttention):
+    """Trinity's: RoPE in sliding-window layers only."""
+
+    def parts(self: Any) -> Heads:
+        rope = "rope" if self.is_local_attention and self.rope is not None else None
+        return HEADS._replace(
+            q_norm="q_norm", k_norm="k_norm", rope=rope, gated=True, gate="gate_proj"
+        )
+
+
+class CohereAttention(KnownAttention):
+    """Cohere 2's: RoPE in sliding-window layers only."""
+
+    _parts = HEADS._replace(use_rope="use_sliding_window")
+
+
+class FalconAttention(KnownAttention):
+    _parts = HEADS._replace(heads="num_heads", key_heads="num_kv_heads")
+
+
+class GemmaAttention(KnownAttention):
+    """Gemma 4's."""
+
+    def parts(self: Any) -> Heads:
+        if not self.has_kv:
+            return GEMMA_SHARING
+        return GEMMA._replace(v="k_proj" if self.use_k_eq_v else "v_proj")
+
+
+class GraniteAttention(KnownAttention):
+    """Granite 4's, which may have no RoPE."""
+
+    def parts(self: Any) -> Heads:
+        return HEADS._replace(rope=None if self.rope is None else "rope")
+
+
+class NemotronAttention(KnownAttention):
+    _parts = HEADS._replace(heads="num_heads", key_heads="num_key_value_heads", rope=None)
+
+
+class PhiAttention(KnownAttention):
+    _parts = HEADS._replace(
+        heads="num_heads", key_heads="num_key_value_heads", out="dense", scale="root"
+    )
+
+    @property
+    def root(self: Any) -> float:
+        """The scale of scores."""
+        return sqrt(1 / self.head_dim)
+
 
 # The mixin for each class of mlx_lm.models, and the digests of the sources that it replaces: of
 # mlx_lm 0.31 and 0.32, where they differ and both are known.
