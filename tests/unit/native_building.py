@@ -37,6 +37,15 @@ def cxx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return install
 
 
+def install_mlx(place: Path, monkeypatch, *more: str, data: bytes = b"") -> Path:
+    """Has a folder be that of the installed MLX, with what is looked at in it, and more files."""
+    for name in ("include/mlx/array.h", "lib/libmlx.so", *more):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_bytes(data)
+    monkeypatch.setattr(libraries, "installed_mlx", lambda: place)
+    return place
+
+
 def fails(*lines: str) -> str:
     """A compiler that writes these lines to stderr and fails."""
     return "".join(f"echo '{line}' >&2\n" for line in lines) + "exit 1\n"

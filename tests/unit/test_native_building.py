@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.native_library import needed
-from tests.unit.native_building import COMPILES, cache, cxx, runs, trusting
+from tests.unit.native_building import COMPILES, cache, cxx, install_mlx, runs, trusting
 from toastkit.errors import ToastError, UnavailableError
 from toastkit.native import machine, starting
 from toastkit.native.building import compiling, libraries
@@ -122,11 +122,7 @@ def test_a_cache_that_runs_no_programs(cache: Path, cxx, monkeypatch: pytest.Mon
 
 def test_a_library_is_of_its_mlx(cache: Path, cxx, tmp_path: Path, monkeypatch, trusting) -> None:
     cxx(COMPILES)
-    mlx = tmp_path / "mlx"
-    for name in ("include/mlx/array.h", "lib/libmlx.so"):
-        (mlx / name).parent.mkdir(parents=True)
-        (mlx / name).write_bytes(b"")
-    monkeypatch.setattr(libraries, "installed_mlx", lambda: mlx)
+    mlx = install_mlx(tmp_path / "mlx", monkeypatch)
     made = libraries.build()
     assert libraries.find().path == made
     (mlx / "lib/libmlx.so").write_bytes(b"another version")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.native_library import needed
-from tests.unit.native_building import COMPILES, cache, cxx, fails, runs, trusting
+from tests.unit.native_building import COMPILES, cache, cxx, fails, install_mlx, runs, trusting
 from toastkit.errors import ToastError, UnavailableError
 from toastkit.native.building import compiling, libraries
 
@@ -197,11 +197,7 @@ def test_compilers_have_arguments_and_folders(
     path = cxx(f"{{ printf '%s\\0' \"$0\" \"$@\"; echo; }} >> '{tmp_path}/words'\n{COMPILES}")
     monkeypatch.setenv("CXX", f"/bin/sh {path} -m64")
     assert compiling.compiler() == ("/bin/sh", str(path), "-m64")
-    mlx = tmp_path / "a,b c"
-    for name in ("include/mlx/array.h", "lib/libmlx.so"):
-        (mlx / name).parent.mkdir(parents=True)
-        (mlx / name).write_bytes(b"")
-    monkeypatch.setattr(libraries, "installed_mlx", lambda: mlx)
+    mlx = install_mlx(tmp_path / "a,b c", monkeypatch)
     made = libraries.build()
     *_, linked = [line.split("\0") for line in (tmp_path / "words").read_text().splitlines()]
     assert linked[1] == "-m64" and str(mlx / "lib") in linked

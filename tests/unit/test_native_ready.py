@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.native_library import needed
-from tests.unit.native_building import COMPILES, cache, cxx, fails, runs, trusting
+from tests.unit.native_building import COMPILES, cache, cxx, fails, install_mlx, runs, trusting
 from toastkit.errors import UnavailableError
 from toastkit.native import starting
 from toastkit.native.building import compiling, libraries, ready
@@ -23,12 +23,8 @@ ALL = len(compiling.SOURCES) + 2  # sources, with the glue, and a linker
 @pytest.fixture
 def mlx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of one that is installed."""
-    place = tmp_path / "site/mlx"
-    for name in ("include/mlx/array.h", "lib/libmlx.so", "../mlx_cpu-1.dist-info/RECORD"):
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / name).write_bytes(b"mlx/lib/libmlx.so,sha256=one,21\n")
-    monkeypatch.setattr(libraries, "installed_mlx", lambda: place)
-    return place
+    record, data = "../mlx_cpu-1.dist-info/RECORD", b"mlx/lib/libmlx.so,sha256=one,21\n"
+    return install_mlx(tmp_path / "site/mlx", monkeypatch, record, data=data)
 
 
 @pytest.fixture
