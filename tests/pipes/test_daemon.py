@@ -6,8 +6,8 @@ import json
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,16 +41,8 @@ def user(text: str) -> dict:
 
 def at_once(*calls: Callable[[], Answer]) -> list[Answer]:
     """What several callers get who ask at the same time."""
-    found: dict[int, Answer] = {}
-    threads = [
-        threading.Thread(target=lambda i=i, call=call: found.update({i: call()}))
-        for i, call in enumerate(calls)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[i] for i in range(len(calls))]
+    with ThreadPoolExecutor(len(calls)) as callers:
+        return list(callers.map(lambda call: call(), calls))
 
 
 def resident(daemon: Daemon) -> int:

@@ -6,7 +6,7 @@ import json
 import os
 import resource
 import stat
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -77,11 +77,8 @@ def test_lines_of_several_threads_stay_whole(path: Path, monkeypatch) -> None:
         for n in range(100):
             audit.write({"who": who, "n": n, "fill": "x" * (n * 7 % 300)})
 
-    threads = [threading.Thread(target=write, args=(who,)) for who in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as writers:
+        list(writers.map(write, range(6)))
     audit.close()
     found = [(r["who"], r["n"]) for file in path.parent.iterdir() for r in records(file)]
     assert sorted(found) == [(who, n) for who in range(6) for n in range(100)]

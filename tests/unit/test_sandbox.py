@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -158,17 +158,12 @@ def test_the_child_is_used_again_and_replaced_when_it_is_gone(monkeypatch) -> No
 
 
 def test_several_threads_get_their_own_texts() -> None:
-    found = {}
+    def work(i: int) -> list[str]:
+        return [ask(f"{{{{ {i} * {n} }}}}") for n in range(20)]
 
-    def work(i: int) -> None:
-        found[i] = [ask(f"{{{{ {i} * {n} }}}}") for n in range(20)]
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {i: [str(i * n) for n in range(20)] for i in range(4)}
+    with ThreadPoolExecutor(4) as callers:
+        found = list(callers.map(work, range(4)))
+    assert found == [[str(i * n) for n in range(20)] for i in range(4)]
 
 
 def test_no_child_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
