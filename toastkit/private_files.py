@@ -16,13 +16,13 @@ import os
 import stat
 import struct
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from toastkit.errors import Misplaced, SecondName, reported_as
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
     from threading import Thread
 
@@ -84,6 +84,15 @@ def open_directory(path: Path | str, follow: bool = False) -> int:
     if follow:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     return open_private(path, os.O_RDONLY | os.O_DIRECTORY, kind=stat.S_IFDIR)
+
+
+@contextmanager
+def closing_fd(fd: int) -> Iterator[int]:
+    """Close a descriptor at the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def pwrite_all(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -148,13 +157,10 @@ def replace_file(
     temporary = f"{path}.{os.getpid()}.tmp" if contended else f"{path}.tmp"
     _remove(temporary, at)  # left by a killed process, or planted
     try:
-        fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, at)
-        try:
+        with closing_fd(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, at)) as fd:
             pwrite_all(fd, data, 0)
             if sync:
                 os.fsync(fd)
-        finally:
-            os.close(fd)
         os.replace(temporary, path, src_dir_fd=at, dst_dir_fd=at)
     except BaseException:
         with suppress(OSError):  # the failure to report is the first one
@@ -239,11 +245,8 @@ class Descriptor:
 
 def sync_directory(path: Path) -> None:
     """Make renames in a directory durable. Raises OSError."""
-    fd = open_directory(path, follow=True)
-    try:
+    with closing_fd(open_directory(path, follow=True)) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def make_private_directories(path: str | os.PathLike[str]) -> None:

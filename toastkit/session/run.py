@@ -15,6 +15,7 @@ from pathlib import Path
 from toastkit.errors import CannotCreateError, NoInputError, from_os_error
 from toastkit.private_files import (
     Descriptor,
+    closing_fd,
     make_private_directories,
     open_directory,
     open_private,
@@ -65,11 +66,8 @@ class RunDirectory(Descriptor):
         ended."""
         path = Path(path)
         try:
-            at = open_directory(path)
-            try:
+            with closing_fd(open_directory(path)) as at:
                 fd = open_private(ALIVE_FILE, os.O_RDWR, at)
-            finally:
-                os.close(at)
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
@@ -133,7 +131,5 @@ def _is_dead(entry: os.DirEntry) -> bool:
         return older_than(entry, time.time() - UNBORN_SECONDS)  # just created, or abandoned
     except OSError:
         return False
-    try:
+    with closing_fd(fd):
         return try_lock(fd)
-    finally:
-        os.close(fd)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from toastkit.private_files import (
+    closing_fd,
     make_private_directories,
     not_private,
     open_private,
@@ -37,8 +38,7 @@ def make(data: bytes) -> bool:
     make_private_directories(folder)
     if not_private(folder):
         return False
-    lock = open_private(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT)
-    try:
+    with closing_fd(open_private(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT)) as lock:
         if not try_lock(lock):
             return False
         table = Table.find(data)
@@ -53,8 +53,6 @@ def make(data: bytes) -> bool:
             replace_file(table_path(data), made, sync=True)
             table = Table.find(data)
         return table is not None and table.usable
-    finally:
-        os.close(lock)
 
 
 def contents(tokenizer: Any) -> bytes:

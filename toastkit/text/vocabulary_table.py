@@ -23,7 +23,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 from toastkit.base_directories import own_directory
-from toastkit.private_files import not_private, open_private
+from toastkit.private_files import closing_fd, not_private, open_private
 
 MAGIC = b"toastbpe"
 SUFFIX = ".bpe"
@@ -87,11 +87,8 @@ class Table:
         try:
             if not_private(table_folder()):
                 return None
-            fd = open_private(path, os.O_RDONLY)
-            try:
+            with closing_fd(open_private(path, os.O_RDONLY)) as fd:
                 content = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-            finally:
-                os.close(fd)
             return cls(memoryview(content)) if content[: len(MAGIC)] == MAGIC else None
         except (OSError, ValueError, TypeError, KeyError, struct.error):
             return None

@@ -38,6 +38,7 @@ from toastkit.native.building.compiling import (
 from toastkit.native.building.ready import digest
 from toastkit.private_files import (
     can_be_written,
+    closing_fd,
     make_private_directories,
     not_private,
     open_private,
@@ -113,13 +114,10 @@ def find() -> Found:
 def _is_building() -> bool:
     """True while a process holds the builders' lock. Raises OSError if none can."""
     try:
-        lock = open_private(os.path.join(folder(), "lock"), os.O_RDONLY)
+        with closing_fd(open_private(os.path.join(folder(), "lock"), os.O_RDONLY)) as lock:
+            return not try_lock(lock)
     except FileNotFoundError:
         return False
-    try:
-        return not try_lock(lock)
-    finally:
-        os.close(lock)
 
 
 def build_meanwhile() -> bool:
@@ -159,7 +157,7 @@ def build(
         if problem := _unusable():
             raise UnavailableError(f"no native products: {problem}")
         lock = open_private(os.path.join(folder(), "lock"), os.O_RDWR | os.O_CREAT)
-    try:
+    with closing_fd(lock):
         deadline, waiting = time.monotonic() + (SECONDS if wait else 0), False
         while not try_lock(lock):
             if say is not None and not waiting:
@@ -174,8 +172,6 @@ def build(
         if path := find().path:
             return path
         return _build(name, cxx, mlx, say)
-    finally:
-        os.close(lock)
 
 
 def _build(
