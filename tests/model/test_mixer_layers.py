@@ -40,15 +40,17 @@ LAYERS = [
 ]  # fmt: skip
 
 
-def of_their_parts(model: Any, parts: list[int]) -> tuple[mx.array, list[mx.array]]:
-    """As `read`, of a model whose layers and mixers are not one operation."""
+def check_parts(model: Any, parts: list[int], logits: mx.array, kept: list[mx.array]) -> None:
+    """That this is, to the bit, what is read of a model whose layers and mixers are in parts."""
     with (
         patch.object(blocks.Layer, "natively", lambda *_: None),
         patch.object(mixer.NemotronLayer, "natively", lambda *_: None),
         patch.object(mixer.MixerLayer, "natively", lambda *_: None),
         patch.object(recurrent.Mixer, "mixed", lambda *_: None),
     ):
-        return read(model, parts)
+        theirs, theirs_kept = read(model, parts)
+    pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
+    assert all(mx.array_equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -56,10 +58,7 @@ def test_mixers_in_one_node(name: str) -> None:
     """To the bit what its parts give, in any parts of a prompt."""
     _, ours = made(name, mx.float32)
     for parts in ([1, 2, 3, 5, 20], []):
-        logits, kept = read(ours, parts)
-        theirs, theirs_kept = of_their_parts(ours, parts)
-        pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
-        assert all(mx.array_equal(a, b) for a, b in pairs)
+        check_parts(ours, parts, *read(ours, parts))
 
 
 def test_what_of_mixers_is_not_so() -> None:
@@ -125,9 +124,7 @@ def test_layers_of_attention_and_mixers(name: str, more: dict, bits: int) -> Non
     with counted() as counts:
         logits, kept = read(ours, parts)
     assert counts["one"] + counts["two"] == 2 * 5 and counts["one"] >= 2 * 3
-    theirs, theirs_kept = of_their_parts(ours, parts)
-    pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
-    assert all(mx.array_equal(a, b) for a, b in pairs)
+    check_parts(ours, parts, logits, kept)
 
 
 @pytest.mark.parametrize("bits", [0, 4])
@@ -140,9 +137,7 @@ def test_layers_in_one_node(case: tuple[str, dict], bits: int) -> None:
         quantise(ours, bits)
     parts = [1, 2, 3, 5, 21]
     logits, kept = read(ours, parts)
-    theirs, theirs_kept = of_their_parts(ours, parts)
-    pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
-    assert all(mx.array_equal(a, b) for a, b in pairs)
+    check_parts(ours, parts, logits, kept)
     found, layers = operations_of(stepped(ours)), len(ours.layers)
     assert sum(found.count(f"Toast{one}") for one in ("MixerLayer", "Fed", "Layer")) == layers
     for part in (ours.layers[0], ours.layers[-1]):
