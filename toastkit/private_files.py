@@ -17,7 +17,7 @@ import stat
 import struct
 import sys
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toastkit.errors import Misplaced, SecondName, reported_as
 
@@ -232,9 +232,10 @@ def held_until(fd: int, first: int, count: int) -> int | None:
 
 
 class Descriptor:
-    """Owns a descriptor, _fd, until it is closed."""
+    """Owns a descriptor, _fd, until it is closed. path: of its file, or of what it stands for."""
 
-    _fd: int
+    def __init__(self, path: Any, fd: int):
+        self.path, self._fd = path, fd
 
     def close(self) -> None:
         """Close it. May be called again."""

@@ -30,12 +30,11 @@ class Audit(Descriptor):
     """
 
     def __init__(self, path: str, keep_text: bool, say: Callable[[str], None]):
-        self.path = path
+        super().__init__(path, -1)
         self._keep_text = keep_text
         self._say = say
         self._lock = threading.Lock()
         self._warned = False
-        self._fd = -1
         with reported_as(f"cannot write {path}", creating=True):
             make_private_directories(Path(path).parent)
             self._open()

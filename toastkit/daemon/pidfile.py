@@ -33,10 +33,6 @@ class Pidfile(Descriptor):
     """A pidfile locked by this process. Two processes must not share it: take it after the last
     fork."""
 
-    def __init__(self, path: str, fd: int):
-        self.path = path
-        self._fd = fd
-
     @classmethod
     def take(cls, path: str) -> Pidfile:
         """Create or take over the file. Raises BusyError while another daemon has it,

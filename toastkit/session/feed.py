@@ -44,7 +44,7 @@ class FeedReader(Descriptor):
     that writers may come and go. Raises NoInputError, DataError if the file is no FIFO."""
 
     def __init__(self, path: Path | str):
-        self._fd = _open_fifo(path, os.O_RDWR)
+        super().__init__(path, _open_fifo(path, os.O_RDWR))
         self._unpacker = msgpack.Unpacker(
             max_buffer_size=1 << 17, max_map_len=16, strict_map_key=True
         )

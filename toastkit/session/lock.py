@@ -24,8 +24,7 @@ class WriterLock(Descriptor):
     file stays that of the lender."""
 
     def __init__(self, path: Path, fd: int, lent: bool = False):
-        self.path = path
-        self._fd = fd
+        super().__init__(path, fd)
         if lent:
             return
         with suppress(OSError):  # a full disk only costs messages the holder's id

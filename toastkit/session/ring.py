@@ -135,7 +135,7 @@ class RingReader(Descriptor):
 
     def __init__(self, path: Path | str):
         try:
-            self._fd = open_private(path, os.O_RDONLY)
+            super().__init__(path, open_private(path, os.O_RDONLY))
         except FileNotFoundError:
             raise DataError(f"the logits of run {Path(path).parent} are gone", STALE_HINT) from None
         except OSError as error:

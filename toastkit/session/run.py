@@ -34,10 +34,6 @@ class RunDirectory(Descriptor):
     """A run's directory, kept alive by this process until close, which leaves it to the others, or
     remove."""
 
-    def __init__(self, path: Path, alive_fd: int):
-        self.path = path
-        self._fd = alive_fd
-
     @classmethod
     def create(cls, session_path: Path) -> RunDirectory:
         """Create a run with its FIFO; the ring and the socket are created by their servers. Sweeps
