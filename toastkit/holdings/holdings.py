@@ -31,7 +31,7 @@ from toastkit.holdings.holding import (
 )
 from toastkit.holdings.packed import PathCounts
 from toastkit.holdings.streams import Streams
-from toastkit.holdings.weights import Reading, Weights
+from toastkit.holdings.weights import Move, Reading, Weights
 from toastkit.native.kv_caches import keep_in
 from toastkit.native.library import in_use
 from toastkit.native.replacing import use_native
@@ -42,7 +42,6 @@ from toastkit.store.store import Store
 if TYPE_CHECKING:
     from toastkit.holdings.expert_slots import ExpertSlots
 
-Key = tuple[Holding, Form]
 LITTLE_BYTES, FEW_TENSORS = 64 << 20, 512  # up to which MLX reads faster
 
 
@@ -95,8 +94,8 @@ class Holdings:
         narrow = kept_narrow(store, self.modules.values(), types)
         self._weights = Weights(store, types.cast, narrow, notify)
         self.loaded = LoadedSizes(store, self.modules, self._weights.loaded_dtype)
-        self._kept: dict[Key, _Cached] = {}  # least recently used first
-        self._prepared: dict[Key, Parts] = {}  # for a change that is expected
+        self._kept: dict[Move, _Cached] = {}  # least recently used first
+        self._prepared: dict[Move, Parts] = {}  # for a change that is expected
         self._changes = 0
         ledger.measure(READING, lambda: store.reader.held_bytes)
         self._freed = False
@@ -223,15 +222,15 @@ class Holdings:
             if missing and (self.budget is None or size <= self.budget - self.kept_bytes):
                 self._prepared.update(self._make_all(missing[: math.ceil(len(moves) * share)]))
 
-    def ready(self, moves: list[Key]) -> dict[Key, Parts]:
+    def ready(self, moves: list[Move]) -> dict[Move, Parts]:
         """The moves whose parts are cached or prepared."""
         kept = {key: self._kept[key].parts for key in moves if key in self._kept}
         return {**kept, **{key: self._prepared[key] for key in moves if key in self._prepared}}
 
-    def _make_all(self, moves: list[Key]) -> dict[Key, Parts]:
+    def _make_all(self, moves: list[Move]) -> dict[Move, Parts]:
         """Read or make modules in other forms, and enter them in the ledger; layer by layer, the
         next being read while one is made. If one fails, nothing of this is kept."""
-        made: dict[Key, Parts] = {}
+        made: dict[Move, Parts] = {}
         self._weights.sample([h for h, form in moves if form.kind == "packed"])
         with self._weights.whole() if self._mlx_reads_faster(moves) else nullcontext():
             try:
@@ -246,7 +245,7 @@ class Holdings:
                 raise
         return made
 
-    def _mlx_reads_faster(self, moves: Sequence[Key]) -> bool:
+    def _mlx_reads_faster(self, moves: Sequence[Move]) -> bool:
         """True if loading the whole file by MLX is faster than reading the wanted tensors: for a
         whole model at its start, and for small originals in a model of few tensors. MLX reads files
         that are stored expert by expert and then copies out of them; and it has no large pages,
@@ -259,12 +258,12 @@ class Holdings:
         few = len(self.store.names) <= FEW_TENSORS and not self._weights.is_reading_ahead
         return few and self._is_small(moves)
 
-    def _is_small(self, moves: Iterable[Key]) -> bool:
+    def _is_small(self, moves: Iterable[Move]) -> bool:
         return (
             sum(self.loaded.matrix_bytes(h.path) for h, f in moves if not f.mapped) <= LITTLE_BYTES
         )
 
-    def _readings(self, moves: list[Key]) -> Iterator[Reading]:
+    def _readings(self, moves: list[Move]) -> Iterator[Reading]:
         """The readings for moves, by layer: each is requested before the previous one is taken.
         Small originals are one reading: waiting for each layer takes longer."""
         layers = [list(group) for _, group in groupby(moves, lambda move: move[0].layer)]
@@ -299,7 +298,7 @@ class Holdings:
         """True if a parameter's dtype on the device loses nothing of what is stored."""
         return self.loaded_dtype(name) in (self.store.dtype(name), mx.float32)
 
-    def _install(self, key: Key, parts: Parts) -> None:
+    def _install(self, key: Move, parts: Parts) -> None:
         """Attach a module's new form to the tree, and cache the old one; a module that is away or
         in slots caches none."""
         holding, form = key
@@ -337,7 +336,7 @@ class Holdings:
         self._freed = True
         self._enter(holding, parts, -1)
 
-    def _drop_prepared(self, keep: Iterable[Key] = ()) -> None:
+    def _drop_prepared(self, keep: Iterable[Move] = ()) -> None:
         """Drop prepared parts that are not needed."""
         for holding, form in set(self._prepared).difference(keep):
             self._release(holding, self._prepared.pop((holding, form)))
@@ -353,7 +352,7 @@ class Holdings:
                 self._enter(holding, parts)
                 holding.attach(parts, self.counts, self._grown)
 
-    def drop(self, forms: Iterable[Key]) -> None:
+    def drop(self, forms: Iterable[Move]) -> None:
         """Detach a layer's arrays again; the modules return to their streamed forms."""
         with self.ledger.lock:
             for holding, form in forms:
@@ -387,7 +386,7 @@ class Holdings:
                 oldest = next(iter(self._kept.values())).change
                 self._drop([k for k, kept in self._kept.items() if kept.change == oldest])
 
-    def _drop(self, keys: Iterable[Key]) -> None:
+    def _drop(self, keys: Iterable[Move]) -> None:
         for key in keys:
             self._release(key[0], self._kept.pop(key).parts)
 
