@@ -75,7 +75,10 @@ def info(name: str, **flags) -> int:
     if not flags["as_json"]:
         _lines(facts.summary_lines(summary))
     try:
-        found = _anatomy(files, flags)
+        store = _open(files)
+        from toastkit.store.anatomy import anatomy
+
+        found = anatomy(store, say_verbose(flags))
     except ToastError:
         if flags["as_json"]:
             print(json.dumps(summary))
@@ -92,13 +95,6 @@ def _lines(pairs: Iterable[tuple[str, str]]) -> None:
     for what, value in pairs:
         print(f"{what:18} {shown(value)}")
     sys.stdout.flush()
-
-
-def _anatomy(files, flags: dict[str, Any]) -> dict[str, Any]:
-    store = _open(files)
-    from toastkit.store.anatomy import anatomy
-
-    return anatomy(store, say_verbose(flags))
 
 
 def _device(flags: dict[str, Any]) -> int:
