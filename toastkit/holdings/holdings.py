@@ -59,7 +59,7 @@ class Holdings:
     store: opened, with the architecture; stays open. types: the dtypes that weights are loaded in.
     ledger: accounts for every byte; its lock is held during a change. budget: bytes on the device
     for cached forms, which are not in use; None for all packed ones and no originals. limit: bytes
-    for everything, and the modules that leave for that, see leaving.py. notify: called with a
+    for everything, and the modules that leave for that, see policy.let_go. notify: called with a
     warning if weights seem to have been quantised before.
 
     modules: by path, in layer order. counts: matmuls of packed modules, by path taken. loaded:
