@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from measure import machine
@@ -119,11 +120,9 @@ def measure(case: str, source: str, out: Path) -> dict:
 
 def peak_bytes() -> int:
     """The most memory that this process has had resident."""
-    try:  # getrusage counts what the parent had before exec
+    with suppress(OSError, IndexError):  # getrusage counts what the parent had before exec
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) << 10
-    except (OSError, IndexError):
-        pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -82,10 +83,8 @@ class Case:
         """Ends the process, and waits for it."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                try:
+                with suppress(BrokenPipeError):  # it was killed, for want of memory
                     pipe.close()
-                except BrokenPipeError:
-                    pass  # it was killed, for want of memory
         self._process.wait()
 
     def __enter__(self) -> Case:
@@ -329,10 +328,8 @@ class Model:
     def reset(self) -> dict[str, Any]:
         """Has the peaks begin from here."""
         self.mx.reset_peak_memory()
-        try:
+        with suppress(OSError):  # the process's peak is then that since its start
             Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            pass  # the process's peak is then that since its start
         self.peak.bytes = 0
         self.peak.look()
         return {}

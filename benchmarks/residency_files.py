@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PIECE = 16 << 20  # bytes of a read, as toastkit has it
@@ -167,8 +167,6 @@ def join_group(path: str | None) -> None:
 def most_used(group: Path) -> int | None:
     """Bytes that a cgroup has used at most, files in the cache included."""
     for name in ("memory.max_usage_in_bytes", "memory.peak"):
-        try:
+        with suppress(OSError):
             return int((group / name).read_text())
-        except OSError:
-            pass
     return None

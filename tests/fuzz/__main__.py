@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from tests.hostile import PEAK_BYTES, SECONDS
@@ -80,10 +81,8 @@ def turn(target: str, first: int, seconds: float, done: Counter[str]) -> bool:
     try:
         code = child.wait()
     finally:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)  # a daemon that has outlived it
-        except ProcessLookupError:
-            pass
         words = said.read_text(errors="replace")
         count = int(case.read_text() or 0) if case.exists() else -1
         shutil.rmtree(home, ignore_errors=True)

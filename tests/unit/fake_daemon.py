@@ -9,7 +9,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +98,12 @@ class FakeDaemon:
 
     def _serve(self, connection: socket.socket) -> None:
         connection.settimeout(SECONDS)
-        with connection, connection.makefile("rb") as lines:
-            try:
-                for line in lines:
-                    self.requests.append(json.loads(line))
-                    script = self._scripts[min(len(self.requests), len(self._scripts)) - 1]
-                    if not self._play(connection, script):
-                        return
-            except OSError:
-                pass  # the client has what it wanted
+        with connection, connection.makefile("rb") as lines, suppress(OSError):
+            for line in lines:  # until the client has what it wanted
+                self.requests.append(json.loads(line))
+                script = self._scripts[min(len(self.requests), len(self._scripts)) - 1]
+                if not self._play(connection, script):
+                    return
 
     def _play(self, connection: socket.socket, script: list) -> bool:
         """Whether the connection goes on."""

@@ -13,6 +13,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -46,11 +47,9 @@ class Terminal:
         self._thread.start()
 
     def _collect(self) -> None:
-        try:
+        with suppress(OSError):  # Linux says so where everybody has closed the other end
             while data := os.read(self._main, 4096):
                 self._data += data
-        except OSError:
-            pass  # Linux says so where everybody has closed the other end
 
     def written(self) -> str:
         """All that was written, after which it is closed."""
