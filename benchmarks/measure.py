@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from toastkit.residency.calibration import processor
+
 BIN = Path(sys.executable).parent
 
 
@@ -36,12 +38,4 @@ def ratio(a: list[float], b: list[float]) -> str:
 
 def machine() -> str:
     """The kind of machine, as much as says something about speed."""
-    model = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
-    return f"{platform.system()} {platform.machine()}, {model}, {os.cpu_count()} cores"
+    return f"{platform.system()} {platform.machine()}, {processor()}, {os.cpu_count()} cores"

@@ -46,7 +46,7 @@ def about(
     import mlx.core as mx
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    name = _processor()
+    name = processor()
     if device == "gpu":
         name = str(mx.device_info().get("device_name", name))
     return {
@@ -56,7 +56,8 @@ def about(
     }  # fmt: skip
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The kind of the machine's processor."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.startswith("model name"):
