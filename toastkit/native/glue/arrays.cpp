@@ -75,8 +75,8 @@ class Operation : public mx::Primitive {
   const char *name() const override { return name_; }
 
  private:
-  // Gives the outputs their buffers. Where there is no memory it throws std::bad_alloc, and they can
-  // be evaluated once more.
+  // Gives the outputs their buffers. Without memory it throws std::bad_alloc, and they can be
+  // evaluated once more.
   void give_memory(const Arrays &inputs, Arrays &outputs) const {
     auto set_others = [&](const Arrays &to) {
       for (auto &one : outputs)

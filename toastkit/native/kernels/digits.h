@@ -158,8 +158,8 @@ INLINE F32 add_group(F32 y, I32 sum, F32 scale, F32 bias, const float *step, con
   return multiply_add(bias, splat(*total), y);
 }
 
-// Scales and biases of 16 rows, transposed: scales[i] is that of group g + i of each row; beyond the
-// last group zeros, of E8M0 a half (see NO_SCALE). Rows from `count` on repeat the last.
+// Scales and biases of 16 rows, transposed: scales[i] is that of group g + i of each row; beyond
+// the last group zeros, of E8M0 a half (see NO_SCALE). Rows from `count` on repeat the last.
 template <int TYPE>
 static __attribute__((noinline)) void scales_by_group(const toast_matrix &m, int64_t row,
                                                       int count, int64_t g, F32 *scales,

@@ -99,8 +99,8 @@ INLINE F32 half_e8m0(U32 e) {
   return (F32)(e << 23 | ((U32)((e == 0) | (e == 255)) & 0x400000)) * 0.5f;
 }
 
-// The E8M0 scale of a group that there is not: 1. 0 is 2^-127, and operations with its half, which is
-// subnormal, take Intel's processors over a hundred clocks each.
+// The E8M0 scale of a group that there is not: 1. 0 is 2^-127, and operations with its half, which
+// is subnormal, take Intel's processors over a hundred clocks each.
 constexpr uint8_t NO_SCALE = 127;
 
 // Group scales or biases at [at, at + n), padded with zeros; half of E8M0 scales, with NO_SCALE.
