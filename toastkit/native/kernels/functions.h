@@ -20,12 +20,15 @@ INLINE float horizontal_max(F32 v) {
   return part[0];
 }
 
-// NaN stays NaN. Underflows gradually, then to 0; that is not left to the arithmetic, as Intel's
-// processors take 200 clocks where a result underflows.
+// The least number whose exponential is no less than 2^-126, the smallest normal number.
+constexpr float LEAST_EXPONENT = -0x1.5d589ep6f;
+
+// NaN stays NaN. 0 in place of a subnormal number, and not by the arithmetic: Intel's processors
+// take over a hundred clocks where a result is subnormal, and as many wherever it is used.
 INLINE F32 exponential(F32 x) {
   constexpr float MAGIC = 0x1.8p23f;  // adding it rounds to an integer
   x = minimum(splat(100.0f), x);      // infinity from there on; keeps NaN
-  const auto underflows = x < splat(-104.0f);
+  const auto underflows = x < splat(LEAST_EXPONENT);
   x = underflows ? F32{} : x;
   F32 rounded = multiply_add(x, splat(0x1.715476p0f), splat(MAGIC));
   F32 n = rounded - MAGIC;

@@ -90,7 +90,7 @@ INLINE F32 minimum(F32 a, F32 b) {
 #endif
 }
 
-// x * 2^n, rounded once; n: integers from -160 to 145.
+// x * 2^n, rounded once; n: integers from -126 to 145.
 INLINE F32 times_power_of_two(F32 x, F32 n) {
 #if defined(__AVX512F__)
   return (F32)_mm512_scalef_ps((__m512)x, (__m512)n);
