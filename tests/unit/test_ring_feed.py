@@ -23,7 +23,15 @@ from toastkit.errors import CannotCreateError, DataError, IOFailure, NoInputErro
 from toastkit.frames import End, Head, Logits, Reference, Token
 from toastkit.sampling.sampling_options import SamplingOptions
 from toastkit.session.feed import FeedMessage, FeedReader, FeedWriter
-from toastkit.session.ring import RingReader, RingWriter, Summary
+from toastkit.session.ring import (
+    HEADER,
+    LINE_BYTES,
+    MAGIC,
+    VERSION,
+    RingReader,
+    RingWriter,
+    Summary,
+)
 from toastkit.session.run import RunDirectory, feed_of, ring_of, sweep
 from toastkit.stages.run.pipe_feed import PipeFeed
 from toastkit.stages.run.protocol import Next
@@ -185,7 +193,10 @@ def test_ring_while_it_is_written(tmp_path: Path):
     assert whole and stale
 
 
-@pytest.mark.parametrize("damage", [b"", b"x" * 200, None])
+NO_SLOTS = HEADER.pack(MAGIC, VERSION, 10, 0, 0).ljust(LINE_BYTES, b"\0")
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 200, NO_SLOTS, None])
 def test_a_file_that_is_no_ring(tmp_path: Path, damage: bytes | None):
     path = tmp_path / "logits"
     RingWriter(path, 10).close()

@@ -268,6 +268,7 @@ STREAMS: dict[str, list] = {
     "detokenize": [*PROMPT, DRAWN[0], Text("3"), DRAWN[1], END],
     "only text": [*PROMPT, Text("3"), END],
     "interrupted": [*PROMPT, STEPS[0], End("interrupt", 0)],
+    "decode --greedy, then sample": [*PROMPT, STEPS[0], DRAWN[0], END, *PROMPT, *DRAWN, END],
 }
 CUT, NO_LOGITS, NO_TOKENS = "in the middle of a run", "tokens come, but no logits", "but no tokens"
 MISFITS = {
@@ -287,6 +288,9 @@ MISFITS = {
     ("interrupted", "feed"): NO_TOKENS,
     ("sample", "entropy-gear"): NO_LOGITS,
     ("sample", "sample"): NO_LOGITS,
+    ("decode --greedy, then sample", "entropy-gear"): NO_LOGITS,
+    ("decode --greedy, then sample", "feed"): NO_TOKENS,
+    ("decode --greedy, then sample", "sample"): NO_LOGITS,
     ("detokenize", "entropy-gear"): NO_LOGITS,
     ("detokenize", "sample"): NO_LOGITS,
     ("only text", "detokenize"): "without its tokens",

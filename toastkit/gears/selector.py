@@ -104,7 +104,7 @@ class GearSelector:
             monitor = EntropyMonitor.from_state(state["monitor"])
             last, held, start = state["last"], state["held"], state["start"]
             options = SelectorOptions(monitor.options, state["min_duration"])
-            difficulty = None if start is None else Difficulty.from_map(start)
+            difficulty = Difficulty.from_map(start)
             selector = cls(monitor.vocab, options, difficulty)
             decision = None if last is None else Reading(**last)
         except (KeyError, TypeError) as error:
