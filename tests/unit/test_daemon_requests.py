@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,6 +77,8 @@ def test_every_option_arrives() -> None:
         seed=2**64 - 1, stop=("END",), ignore_eos=True, logit_bias=((5, -1.5), (6, 2)), ban=(7,),
         top=3, raw=True, keep_special=True, tokens=True,
     )  # fmt: skip
+    assert options(logit_bias={"4294967295": 1}).logit_bias == ((2**32 - 1, 1),)
+    assert options(max_tokens=1).max_tokens == 1
     assert options(stop=["a", "b"]).stop == ("a", "b")
     named = {field.name for field in dataclasses.fields(GenerateOptions)} - {"sampling"}
     assert named | set(SAMPLING_NAMES) == set(OPTIONS)
@@ -93,6 +96,7 @@ USAGE: list[tuple[dict, str, str]] = [
     ({"op": "statsu"}, "unknown 'statsu'", "did you mean status?"),
     ({"op": 3}, "op: a number", ""),
     ({"op": "stop", "prompt": "x"}, "stop takes no field 'prompt'", ""),
+    ({"op": "step", "tokn": 1}, "step takes no field 'tokn'", "did you mean token?"),
     ({"id": None, "prompt": "x"}, "id: null", ""),
     ({"id": True, "prompt": "x"}, "id: a boolean", ""),
     ({"id": 1.5, "prompt": "x"}, "id: a number", ""),
@@ -109,6 +113,7 @@ USAGE: list[tuple[dict, str, str]] = [
     ({"prompt": "x", "session": ""}, "invalid session name", ""),
     ({"prompt": "x", "session": 3}, "session: a number", ""),
     ({"prompt": "x", "model": ""}, "model: ''", ""),
+    ({"prompt": "x", "model": "a\0b"}, "model: 'a\\x00b' is no model", ""),
     ({"prompt": "x", "options": []}, "options: a list", ""),
     ({"tokens": [1], "options": {"raw": True}}, "raw: it is for a prompt", ""),
     ({"messages": [{"role": "user", "content": "x"}], "options": {"raw": True}}, "raw: it is", ""),
@@ -126,7 +131,9 @@ OPTION: list[tuple[dict, str, str]] = [
     ({"ignore_eos": "yes"}, "ignore_eos: a string", ""),
     ({"logit_bias": [[5, 1]]}, "logit_bias: a list", ""),
     ({"logit_bias": {"x": 1}}, "logit_bias: 'x'", ""),
+    ({"logit_bias": {"4294967296": 1}}, "logit_bias: '4294967296'", ""),
     ({"logit_bias": {"99999999999": 1}}, "logit_bias: '99999999999'", ""),
+    ({"logit_bias": {"5": 2**63}}, "logit_bias: id 5: the number is too large", ""),
     ({"logit_bias": {"5": None}}, "logit_bias: id 5: null", ""),
     ({"logit_bias": {"5": 1e9}}, "invalid logit bias", ""),
     ({"logit_bias": {"5": 1, "05": 2}}, "id 5 is given twice", ""),
@@ -169,6 +176,7 @@ def test_data(line: bytes, message: str) -> None:
     with pytest.raises(DataError) as caught:
         parse_request(line)
     assert message in caught.value.message and "\n" not in caught.value.message
+    assert gc.isenabled()
 
 
 def test_attach_ops_are_passed_through() -> None:
