@@ -101,7 +101,9 @@ def test_a_long_line_behind_a_running_request() -> None:
         assert "health" in client.replies()[0]
 
 
-def test_too_many_connections() -> None:
+def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more is told, and nothing else is done for it."""
+    monkeypatch.setattr(module, "GOODBYE_SECONDS", 600)
     with front(Limits(connections=3)) as running:
         clients = [running.client() for _ in range(3)]
         assert all("status" in client.ask({"op": "status"}) for client in clients)
@@ -109,11 +111,21 @@ def test_too_many_connections() -> None:
         fourth.send({"prompt": "who asks before it reads"})
         reply = fourth.line()
         assert reply is not None and reply["error"]["code"] == 75
-        assert fourth.line() is None
+        assert fourth.line() is None and running.connections == 4  # it may be writing still
         fourth.close()
         clients.pop().close()
         eventually(lambda: running.connections == 2)
         assert running.client().ask({"prompt": "hi"})["end"]["text"] == "hi"
+        assert [request.prompt for request in running.worker.requests] == ["hi"]
+
+
+def test_a_dismissed_client_that_stays_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GOODBYE_SECONDS", 0.05)
+    with front(Limits(connections=1)) as running:
+        clients = [running.client() for _ in range(2)]
+        assert clients[1].line()
+        eventually(lambda: running.connections == 1)
+        assert "status" in clients[0].ask({"op": "status"})
 
 
 def test_many_connections_leave_nothing() -> None:
