@@ -215,3 +215,49 @@ def test_a_disk_that_fails_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyP
         check(path, 300)
         commit(session, TOKENS, *hybrid(TOKENS))
     check(path, len(TOKENS))
+
+
+def test_a_commit_that_was_not_told_of_owns_what_was_written_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one writes nothing behind those rows: they are that commit's."""
+    path, real = tmp_path / "s", os.replace
+
+    def interrupted(source, target, **directories) -> None:
+        real(source, target, **directories)
+        raise KeyboardInterrupt
+
+    def fails(source, target, **directories) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    other = [*TOKENS[:100], *[7] * 100]
+    with Session.open(path, MODEL) as session:
+        ahead(session, 100)
+        for act, error in ((interrupted, KeyboardInterrupt), (fails, IOFailure)):
+            tokens = TOKENS[:200] if act is interrupted else other
+            with monkeypatch.context() as patch, pytest.raises(error):
+                patch.setattr(os, "replace", act)
+                commit(session, tokens, *hybrid(tokens))
+    check(path, 200)
+
+
+def test_a_failure_after_the_rename_keeps_both_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Until the directory is synced, either may be found after a crash."""
+    path, real = tmp_path / "s", os.replace
+
+    def fails(source, target, **directories) -> None:
+        real(source, target, **directories)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with Session.open(path, MODEL) as session:
+        commit(session, TOKENS)
+        before = (path / "session.msgpack").read_bytes()
+        with monkeypatch.context() as patch, pytest.raises(IOFailure):
+            patch.setattr(os, "replace", fails)
+            commit(session, [2] * 10)
+    for header, tokens in (((path / "session.msgpack").read_bytes(), [2] * 10), (before, TOKENS)):
+        (path / "session.msgpack").write_bytes(header)
+        with Session.open(path, MODEL) as session:
+            assert rows_of(session, len(tokens)) == [expected_rows(tokens)] * 2

@@ -121,6 +121,72 @@ def test_header_with_another_value(saved: Path, target: int, by):
         header.write_bytes(good)
 
 
+def first_layer(body: dict) -> dict:
+    """A KVCache of 300 rows."""
+    return body["layers"][0]
+
+
+def first_part(body: dict) -> dict:
+    """An ArraysCache in a CacheList."""
+    return body["layers"][1]["parts"][0]
+
+
+def nested_in(body: dict, depth: int) -> None:
+    """The second layer, a CacheList, in so many others."""
+    for _ in range(depth):
+        body["layers"][1] = {**body["layers"][1], "parts": [body["layers"][1]]}
+
+
+CONTRADICTIONS = {
+    "a KVCache has other settings": lambda body: first_layer(body)["settings"].update(more=1),
+    "a KVCache has no parts": lambda body: first_layer(body)["parts"].append(first_part(body)),
+    "a KVCache has other arrays": lambda body: first_layer(body)["tensors"].pop(),
+    "a KVCache has another number of rows": (
+        lambda body: first_layer(body)["settings"].update(offset=299)
+    ),
+    "a ArraysCache has other arrays": (
+        lambda body: first_part(body)["tensors"][0].update(name="1")
+    ),
+    "a ArraysCache grows along another axis": lambda body: first_part(body).update(
+        tensors=[{**first_part(body)["tensors"][0], "axis": 1, "shape": [5000, 1]}]
+    ),
+    "a CacheList has no arrays of its own": lambda body: body["layers"][1].update(
+        tensors=first_layer(body)["tensors"]
+    ),
+    "a RotatingKVCache points past its buffer": (
+        lambda body: body["layers"][2]["settings"].update(idx=121)
+    ),
+    "caches are nested too deep": lambda body: nested_in(body, 3),
+    "it holds a cache of unknown class 'Later'": (
+        lambda body: first_layer(body).update(kind="Later")
+    ),
+    "it holds an array of impossible shape": (
+        lambda body: first_part(body)["tensors"][0].update(shape=[2**27, 2**26])
+    ),
+    "the savepoints are out of order": lambda body: body["checkpoints"].reverse(),
+    "the token slices are out of order": lambda body: body["tokens"].update(end=299),
+    "the token count and the token slices differ": lambda body: body.update(count=301),
+    "the logits are not aligned": lambda body: body["logits"].update(offset=4),
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_a_header_that_contradicts_itself(saved: Path, what: str):
+    """Each check is by itself: none is left to what happens later."""
+    header = saved / "session.msgpack"
+    good, body = header.read_bytes(), body_of(saved)
+    try:
+        put_body(saved, body)
+        Session.open(saved, MODEL, write=False).close()
+        CONTRADICTIONS[what](body)
+        put_body(saved, body)
+        with pytest.raises(DataError) as caught:
+            Session.open(saved, MODEL, write=False)
+        assert what in caught.value.message
+    finally:
+        header.write_bytes(good)
+
+
 def test_ranges_that_overlap(state_home: Path):
     """They would be overwritten in place by a later commit."""
     path = names.resolve("one")

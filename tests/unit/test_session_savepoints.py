@@ -6,13 +6,16 @@ The states are those of session_states.py: every byte follows from the tokens th
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from session_states import (
+    HEADS,
     MODEL,
     ROW_BYTES,
+    SIZE,
     WINDOW,
     Counted,
     at,
@@ -34,11 +37,13 @@ from session_states import (
 )
 
 from toastkit.errors import DataError
+from toastkit.session.blocks import LayerSource
 from toastkit.session.directory import Session
 from toastkit.session.savepoints import Savepoint
 
 __all__ = ["counted"]
 TOKENS = list(range(300))
+HALF = ROW_BYTES // 2
 
 
 @pytest.fixture
@@ -190,6 +195,55 @@ def test_syncs_are_left_out_where_they_are_not_wanted(path: Path, durable: bool,
     assert bool(counted.syncs) == durable
     with Session.open(path, MODEL) as session:
         assert session.tokens == [1, 2]
+
+
+def test_a_header_is_put_in_place_behind_all_that_it_names(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """After a power failure it would name what was never written."""
+    done: list = []
+    sync, rename = os.fsync, os.replace
+    with Session.open(path, MODEL) as session, monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: (done.append(os.fstat(fd).st_ino), sync(fd)))
+        patch.setattr(os, "replace", lambda *a, **k: (done.append("rename"), rename(*a, **k)))
+        commit(session, [1, 2])
+    names = {file.stat().st_ino: file.name for file in (path, *path.iterdir())}
+    order = [names.get(event, event) for event in done]
+    assert sorted(order[:3]) == ["cache.bin", "logits.f32", "tokens.u32"]
+    assert order[3:] == ["session.msgpack", "rename", path.name]
+
+
+def test_rows_of_another_dtype_are_written_again(path: Path):
+    def halved(tokens: list[int]) -> LayerSource:
+        layer = growing(tokens)
+        for tensor in layer.tensors:
+            tensor.dtype = "float16"
+            tensor.read = lambda first, last: expected_rows(tokens)[first * HALF : last * HALF]
+        return layer
+
+    with Session.open(path, MODEL) as session:
+        commit(session, TOKENS[:200])
+        commit(session, TOKENS, halved(TOKENS))
+    with Session.open(path, MODEL) as session:
+        assert rows_of(session, 300) == [expected_rows(TOKENS)[: 300 * HALF]] * 2
+
+
+def test_the_first_row_of_chunks_is_not_that_of_the_first_token(path: Path):
+    def chunked(tokens: list[int]) -> LayerSource:
+        layer = growing(tokens)
+        layer.kind = "ChunkedKVCache"
+        layer.settings |= {"chunk_size": 256, "start_position": 100}
+        for tensor in layer.tensors:
+            tensor.shape = (1, HEADS, len(tokens) - 100, SIZE)
+            whole = tensor.read
+            tensor.read = lambda first, last, whole=whole: whole(first + 100, last + 100)
+        return layer
+
+    other = [*TOKENS[:250], *[7] * 50]
+    with Session.open(path, MODEL) as session:
+        for tokens in (TOKENS, other):
+            commit(session, tokens, chunked(tokens))
+            assert rows_of(session, 300) == [expected_rows(tokens)[100 * ROW_BYTES :]] * 2
 
 
 def test_a_savepoint_without_a_way_back_is_left_out(path: Path):
