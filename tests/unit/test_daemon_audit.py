@@ -116,6 +116,9 @@ def test_a_file_that_was_moved_away_is_not_written_to(path: Path) -> None:
     audit.write({"n": 3})
     audit.write({"n": 4})
     assert len(said) == 1
+    audit.reopen()
+    audit.write({"n": 4})
+    assert len(said) == 2  # as nobody has seen to it
     path.parent.mkdir()
     audit.reopen()
     assert path.exists()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.daemon_front import PIECE, FakeWorker, eventually, front, open_descriptors
 from toastkit.daemon import server as module
-from toastkit.daemon.channel import UNSENT_LIMIT
+from toastkit.daemon.channel import UNSENT_LIMIT, Outbox
 from toastkit.daemon.service_settings import Limits
 
 MB = 1 << 20
@@ -53,6 +53,28 @@ def test_a_reader_that_takes_its_time_gets_all() -> None:
 def memory() -> int:
     """Bytes of this process in memory, at their highest so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_what_the_socket_does_not_take_keeps_its_place() -> None:
+    """Also when there is room again before it has been sent; the loop hears that it is there."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    woken: list[int] = []
+    outbox = Outbox(ours, lambda: woken.append(outbox.pending))
+    outbox.put(b"first")
+    assert not woken
+    outbox.put(bytes(4 * MB))
+    assert woken == [outbox.pending] != [0]
+    with theirs:
+        found = bytearray(theirs.recv(MB))
+        outbox.put(b"last")
+        while outbox.pending:
+            outbox.flush()
+            found += theirs.recv(MB)
+        outbox.close()
+        while data := theirs.recv(MB):
+            found += data
+    assert found == b"first" + bytes(4 * MB) + b"last"
 
 
 def test_a_line_of_100_mb() -> None:
