@@ -65,7 +65,7 @@ def test_what_fits(toast: Toast, tmp_path: Path) -> None:
         "missing experts", "on the device",
     ]  # fmt: skip
     assert found["memory"].startswith("15.7 MB given, ") and found["cache"].endswith(" 600 tokens")
-    assert found["resident"] == "3 of 8 layers, interleaved; the others are read as they run"
+    assert found["resident"] == "2 of 8 layers, interleaved; the others are read as they run"
     assert found["layers"] == "8, 8.86 MB, but for experts"
     assert found["expert slots"] == "4 of 16 in each of 8 layers, 4.72 MB: --expert-slots 4"
     assert found["missing experts"] == "147 kB each; a token chooses 4 in a layer"
@@ -82,12 +82,13 @@ def test_as_many_stay_as_it_says(toast: Toast) -> None:
     """With --resident SIZE and --expert-slots auto, and the number of a refusal is one that
     works."""
     ask = ("decode", "-n", "2", "--json", "--no-daemon", "--expert-slots", "auto", "Hi")
-    for size in ("14M", "24M", "80M"):
+    for size in ("14M", "15M", "24M", "80M"):
         end = json.loads(told(toast(*ask, "--resident", size))[-1])
-        found = fits(toast, "--mem", size)
-        assert found["resident"] == end["residency"]["resident"]
-        slots = found["slots"] or {"slots": 16, "experts": 16}
-        assert (slots["slots"], slots["experts"]) == (end["slots"]["slots"], 16)
+        for context in ((), ("--context", "10")):  # no run keeps less room than without
+            found = fits(toast, "--mem", size, *context)
+            assert found["resident"] == end["residency"]["resident"]
+            slots = found["slots"] or {"slots": 16, "experts": 16}
+            assert (slots["slots"], slots["experts"]) == (end["slots"]["slots"], 16)
     done = toast("model", "plan", "--mem", "2M")
     assert (done.returncode, done.stdout) == (64, b"")
     found = re.search(rb"--mem 2M: crumb needs ([0-9]+)M at least, with 1,024 tokens", done.stderr)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from toastkit.errors import UsageError
 from toastkit.holdings.pressure import Pressure
+from toastkit.holdings.read_ahead import MAX_AHEAD
 from toastkit.residency.residency_options import PLACEMENTS, PRIORITIES, ResidencyOptions
 from toastkit.residency.residency_plan import Memory, ResidencyPlan, plan_residency
 from toastkit.residency.residency_policy import ResidencyPolicy
@@ -40,6 +41,26 @@ def test_a_long_context_takes_the_place_of_layers() -> None:
     found = planned(410 * MB, context=32768)
     assert found.cache == MB + 32768 * 1000 and found.reserve == MB + 1024 * 1000
     assert found.filled < found.resident
+
+
+def test_layers_that_can_be_read_ahead() -> None:
+    """As many as the rest of a given memory holds, beside the one that is awaited."""
+    reserve = MB + 1024 * 1000
+    for size in (410, 449, 460, 599):
+        found = planned(size * MB, context=10)
+        spare = size * MB - found.weights - reserve
+        assert found.reserve == reserve and found.ahead == 1 + spare // (50 * MB)
+    assert planned(599 * MB, context=10).ahead == 2
+    assert planned(202 * MB, context=10).ahead == 1  # less is left than is to be reserved
+    assert planned(599 * MB, given=False).ahead == MAX_AHEAD
+
+
+def test_only_max_context_reserves_for_the_context() -> None:
+    """As in a run, which is not told how much will be read."""
+    assert planned(2000 * MB, context=10).reserve == planned(2000 * MB).reserve
+    for context, tokens in ((2000, 2000), (None, 32768)):
+        found = planned(2000 * MB, priority="max-context", context=context)
+        assert found.reserve == found.cache == MB + tokens * 1000 and found.context == tokens
 
 
 def first_count(options: ResidencyOptions, memory: int) -> int:

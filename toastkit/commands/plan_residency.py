@@ -102,14 +102,16 @@ def work_out(files, flags: dict[str, Any]) -> dict[str, Any]:
 def _fitted(model: _Model, memory: Memory, flags: dict[str, Any]) -> Fitted:
     """What fits, as for --resident and --expert-slots auto."""
     from toastkit.engine.room import fitted, room_for_experts
-    from toastkit.residency.residency_options import ResidencyOptions
+    from toastkit.residency.residency_options import RESERVED_TOKENS, ResidencyOptions
 
     longest, context = model.store.config.context, flags["context"]
     if context is not None and longest is not None and context > longest:
         raise UsageError(f"--context {context}: {model.name} reads {longest:,}")
     kind, amount = ("bytes", memory.size) if memory.given else ("auto", 0)
-    # An expected context must fit, and slots give nothing up for it later.
-    priority = "max-context" if context else flags["priority"]
+    priority = flags["priority"]
+    if context:  # it must fit, and slots give nothing up for it later; a run keeps room in any case
+        reserved = RESERVED_TOKENS[priority] or context
+        context, priority = max(context, min(reserved, longest or reserved)), "max-context"
     options = ResidencyOptions(kind, amount, flags["placement"], priority, context)
     room = room_for_experts(options, lambda: memory.size)(model.holdings).size()
     return fitted(

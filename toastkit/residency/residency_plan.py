@@ -76,8 +76,9 @@ def plan_residency(
     UsageError, with the number that would do, if the model does not fit."""
     reserved = RESERVED_TOKENS[priority]
     tokens = context or min(reserved or longest, longest)
-    # Only "max-context" uses the user's context; the others reserve by priority alone.
-    reserve = cache_reserve(sizes, priority, context or longest)
+    # As a run: only "max-context" uses the user's context; the others reserve by priority alone.
+    expected = context if context and reserved is None else longest
+    reserve = cache_reserve(sizes, priority, expected)
     cache = sizes.cache_fixed + math.ceil(sizes.cache_per_token * tokens)
     least = least_budget(sizes, tokens)
     if memory.size < least:
