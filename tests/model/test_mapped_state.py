@@ -33,7 +33,7 @@ from toastkit.session.directory import Session
 __all__ = ["built", "cache", "library"]
 pytestmark = needed
 MODEL = "ab" * 32
-HEADS, SIZE = 2, 28  # so that rows of every dtype make whole pages
+HEADS, SIZE = 2, 25  # so that 256 rows of no dtype make whole pages
 FILE = "cache.bin"
 
 

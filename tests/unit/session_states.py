@@ -14,7 +14,9 @@ import pytest
 
 from toastkit.session.blocks import LayerSource, TensorSource
 from toastkit.session.directory import Session
+from toastkit.session.extents import align
 from toastkit.session.layout import Layer
+from toastkit.session.reading import seal
 from toastkit.session.savepoints import Savepoint
 
 MODEL = "ab" * 32
@@ -23,18 +25,18 @@ WINDOW = 60  # rows
 ROW_BYTES = HEADS * SIZE * 4
 
 
-def row(token: int, position: int) -> bytes:
+def row(token: int, position: int, size: int = SIZE) -> bytes:
     """The bytes of one position of a growing tensor."""
-    return struct.pack("<II", token, position) * (ROW_BYTES // 8)
+    return struct.pack("<II", token, position) * (HEADS * size // 2)
 
 
-def growing(tokens: list[int]) -> LayerSource:
+def growing(tokens: list[int], size: int = SIZE) -> LayerSource:
     """A KVCache that has read these tokens."""
 
     def read(first: int, last: int) -> bytes:
-        return b"".join(row(tokens[i], i) for i in range(first, last))
+        return b"".join(row(tokens[i], i, size) for i in range(first, last))
 
-    shape = (1, HEADS, len(tokens), SIZE)
+    shape = (1, HEADS, len(tokens), size)
     tensors = [TensorSource(name, "float32", shape, 2, read) for name in ("keys", "values")]
     return LayerSource("KVCache", {"offset": len(tokens)}, tensors if tokens else [])
 
@@ -101,6 +103,11 @@ def plain(tokens: list[int]) -> list[LayerSource]:
     return [growing(tokens), listed(growing(tokens), growing(tokens))]
 
 
+def packed(tokens: list[int]) -> list[LayerSource]:
+    """The same, with blocks of no whole number of pages: 2.125, and several in a page."""
+    return [growing(tokens, 17), listed(growing(tokens, 3))]
+
+
 def at(layers: Callable[[list[int]], list], tokens: list[int], *counts: int) -> list[Savepoint]:
     """Savepoints of a state whose layers are made by a function of the tokens read."""
     return [Savepoint(count, layers(tokens[:count])) for count in counts]
@@ -120,11 +127,33 @@ def body_of(path: Path) -> dict:
     return msgpack.unpackb(msgpack.unpackb((path / "session.msgpack").read_bytes())["body"])
 
 
-def put_body(path: Path, body: dict) -> None:
+def schema_of(path: Path) -> int:
+    """The schema of its header."""
+    return msgpack.unpackb((path / "session.msgpack").read_bytes())["schema"]
+
+
+def put_body(path: Path, body: dict, schema: int = 1) -> None:
     """Has it say something else, with the checksum of that."""
     data = msgpack.packb(body)
-    envelope = {"toastkit": "session", "schema": 1, "crc": zlib.crc32(data), "body": data}
+    envelope = {"toastkit": "session", "schema": schema, "crc": zlib.crc32(data), "body": data}
     (path / "session.msgpack").write_bytes(msgpack.packb(envelope))
+
+
+def make_schema_1(path: Path) -> None:
+    """Lays the blocks of growing tensors (not of parts) out as toastkit did before schema 2: in
+    extents of their own."""
+    body, was, end = body_of(path), (path / "cache.bin").read_bytes(), 0
+    with open(path / "cache.bin", "r+b") as file:
+        for tensor in (tensor for layer in body["layers"] for tensor in layer["tensors"]):
+            row = tensor["ranges"][0][1] // min(tensor["shape"][2], 256)
+            for place in tensor["ranges"]:
+                first, count, _ = place
+                file.seek(end)
+                file.write(was[first : first + count])
+                place[0], end = end, align(end + 256 * row)
+        file.flush()
+        body["seal"] = seal(file.fileno())
+    put_body(path, body)
 
 
 class Counted:

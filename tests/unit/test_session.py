@@ -21,6 +21,7 @@ from session_states import (
     growing,
     hybrid,
     logits_of,
+    packed,
     recurrent,
     rows_of,
     state_bytes,
@@ -154,7 +155,7 @@ def test_committed_bytes_are_never_overwritten(state_home: Path):
             tokens = tokens + [rng.randrange(1000) for _ in range(rng.randint(1, 400))]
             before = {p.name: p.read_bytes() for p in path.iterdir() if p.is_file()}
             old = session.header.all_tensors(), session.header.tokens.slices
-            commit(session, tokens, growing(tokens), recurrent(tokens))
+            commit(session, tokens, *hybrid(tokens), *packed(tokens))
             cache = (path / "cache.bin").read_bytes()
             for tensor in old[0]:
                 for offset, length, _ in tensor.ranges:

@@ -10,7 +10,7 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from session_states import MODEL, WINDOW, commit, hybrid, nested, plain, rows_of, windowed
+from session_states import MODEL, WINDOW, commit, hybrid, nested, packed, plain, rows_of, windowed
 
 from tests.conftest import examples
 from toastkit.session.blocks import LayerSource
@@ -18,7 +18,9 @@ from toastkit.session.directory import Session
 from toastkit.session.savepoints import Savepoint
 
 counts = st.integers(1, 100)
-MAKERS = {"hybrid": hybrid, "windowed": windowed, "nested": nested, "plain": plain}
+MAKERS = {
+    "hybrid": hybrid, "windowed": windowed, "nested": nested, "plain": plain, "packed": packed,
+}  # fmt: skip
 
 
 class Sessions(RuleBasedStateMachine):
@@ -108,7 +110,8 @@ class Sessions(RuleBasedStateMachine):
         )
         shared = min(self.known, same)
         copied = {
-            n: self.name != "plain" and (n not in bare or (n <= shared and self.held.get(n, False)))
+            n: self.name not in ("plain", "packed")
+            and (n not in bare or (n <= shared and self.held.get(n, False)))
             for n in chosen
         }
         self.held = {n: copied[n] for n in chosen if copied[n] or self.cuts(count)}

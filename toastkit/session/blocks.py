@@ -1,13 +1,15 @@
 """Tensors <-> extents of cache.bin: blocks of 256 positions, copy on write.
 
 A row that the last commit owns is never overwritten. Rows past it may be written into the same
-extent, in place, as no header points at them yet. So committing one more token writes one row per
-tensor, and whenever the process dies, the last header's bytes are intact. (A torn write within a
-device sector at a power failure is the file system's to prevent.)
+block, in place, and blocks right behind it, as no header points at them yet. So committing one more
+token writes one row per tensor, and whenever the process dies, the last header's bytes are intact.
+(A torn write within a device sector at a power failure is the file system's to prevent.) Behind a
+block where history is cut back lie the last commit's next ones, if only up to the end of a page:
+what follows it begins elsewhere (Space.beside).
 
 Nor are bytes overwritten that some process reads in place (mapped.py): it holds a lock on these
 bytes of the file until the last array over them is gone. A writer checks for locks before it writes
-into a hole of the file, or behind rows that history was cut back to.
+into a hole of the file, or behind rows or blocks that history was cut back to.
 """
 
 from __future__ import annotations
@@ -107,23 +109,22 @@ def _fill_last_block(fd: int, tensor: Tensor, first: int, data: memoryview) -> m
 
 
 def _write_blocks(fd: int, space: Space, tensor: Tensor, data: memoryview) -> None:
-    """Write the rest to fresh extents."""
-    size = tensor.block_rows * tensor.row_bytes
+    """Write the rest to fresh blocks."""
+    size = tensor.block_bytes
     while data.nbytes:
         piece = data[:size]
-        offset = _next_extent(space, tensor)
+        offset = _next_block(space, tensor)
         pwrite_all(fd, piece, offset)
         tensor.ranges.append(Range(offset, piece.nbytes, zlib.crc32(piece)))
         data = data[size:]
 
 
-def _next_extent(space: Space, tensor: Tensor) -> int:
-    """The offset of a fresh extent for the next block, with room reserved behind it for later
-    ones."""
-    block = tensor.block_bytes
+def _next_block(space: Space, tensor: Tensor) -> int:
+    """The offset of the next block, with room reserved behind it for later ones."""
+    size, index = tensor.block_bytes, len(tensor.ranges)
     last = -(-space.rows // tensor.block_rows) if tensor.axis is not None else 0
-    before = tensor.ranges[-1].offset + block if tensor.ranges else None
-    return space.beside(before, block, max(last - len(tensor.ranges) - 1, 0) * block)
+    before = tensor.ranges[-1].offset + size if index else None
+    return space.beside(before, index * size, size, max(last - index - 1, 0) * size)
 
 
 def copy_layer(fd: int, space: Space, layer: Layer, source: int) -> Layer:
@@ -146,7 +147,7 @@ def _copy_blocks(fd: int, space: Space, tensor: Tensor, source: int) -> Tensor:
         if length != min(step, rows - done) * row:
             rows = done
             break
-        to = _next_extent(space, new)
+        to = _next_block(space, new)
         copy_range(source, offset, fd, to, length)
         new.ranges.append(Range(to, length, crc))
     new.shape = (*tensor.shape[: tensor.axis], rows, *tensor.shape[tensor.axis + 1 :])

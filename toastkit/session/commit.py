@@ -99,7 +99,7 @@ class Ahead(NamedTuple):
 def as_committed(fd: int, old: Header, stored: Sequence[int], shared: int, rows: int = 0) -> Ahead:
     """What the last commit has left to take over. stored: its tokens. rows: expected in the next
     one."""
-    space = Space(old.extents(), partial(held_until, fd), rows)
+    space = Space(old.runs(), partial(held_until, fd), rows)
     return Ahead(list(stored), old.layers or [], shared, space)
 
 

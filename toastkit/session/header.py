@@ -54,7 +54,10 @@ def encode_header(header: Header) -> bytes:
             "seal": header.seal,
         }
     )
-    envelope = {"toastkit": "session", "schema": SCHEMA_VERSION, "crc": zlib.crc32(body)}
+    # What schema 1 can express, those can read that know no other.
+    packed = any(r.offset % ALIGNMENT for tensor in header.all_tensors() for r in tensor.ranges)
+    schema = SCHEMA_VERSION if packed else 1
+    envelope = {"toastkit": "session", "schema": schema, "crc": zlib.crc32(body)}
     return msgpack.packb({**envelope, "body": body})
 
 
@@ -218,15 +221,19 @@ def _tensor(value: Any) -> Tensor:
     _need(len(shape) <= 8 and math.prod(shape) < 2**53, "it holds an array of impossible shape")
     _need(axis is None or (type(axis) is int and 0 <= axis < len(shape)), "a wrong axis")
     tensor = Tensor(_is(fields.get("name"), str, "name"), dtype, shape, axis, [])
-    rows, row, step = tensor.rows, tensor.row_bytes, tensor.block_rows
+    whole, block = tensor.rows * tensor.row_bytes, tensor.block_bytes
     ranges = _is(fields.get("ranges"), list, "ranges")
-    expected = -(-rows // step) if row else 0
+    expected = -(-whole // block) if block else 0
     _need(len(ranges) == expected, "an array has another number of ranges")
-    for index, item in enumerate(ranges):
+    at = 0
+    for item in ranges:
         offset, length, crc = _counts(item, 3, "ranges")
-        _need(offset % ALIGNMENT == 0, "a range is not aligned")
-        _need(length == min(step, rows - index * step) * row, "a range has another length")
+        if offset % ALIGNMENT not in (0, at % ALIGNMENT):
+            raise Damaged("a range is not aligned")
+        if length != min(block, whole - at):
+            raise Damaged("a range has another length")
         tensor.ranges.append(Range(offset, length, crc))
+        at += block
     return tensor
 
 
@@ -261,5 +268,9 @@ def _count(value: Any, what: str) -> int:
 
 
 def _counts(value: Any, number: int, what: str) -> list[int]:
-    _need(type(value) is list and len(value) == number, f"{what} is not a list of {number}")
-    return [_count(n, what) for n in value]
+    if type(value) is not list or len(value) != number:
+        raise Damaged(f"{what} is not a list of {number}")
+    for n in value:
+        if type(n) is not int or not 0 <= n < 2**53:
+            raise Damaged(f"{what} is not a count")
+    return value

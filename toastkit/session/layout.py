@@ -1,9 +1,9 @@
 """The header of a session, session.msgpack, as dataclasses. The meaning of each field, the layout
 of tensors in the data files, and what a reader may trust are in toast-session(5).
 
-A growing tensor is stored with that axis first, 256 rows (positions) per block, one extent and one
-range per block; C order within a row. Any other is one block in C order. A tensor without bytes has
-no ranges.
+A growing tensor is stored with that axis first, 256 rows (positions) per block, one range per
+block; C order within a row. Blocks that lie side by side are a run, with nothing between them; a
+run has an extent. Any other tensor is one block in C order. A tensor without bytes has no ranges.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from toastkit.session.extents import align
+from toastkit.session.extents import align, floor
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 has each block in an extent of its own
 BLOCK_ROWS = 256  # positions per block; also the step in which mlx_lm's caches grow
 ITEM_BYTES = {
     "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "bool": 1,
@@ -92,8 +92,18 @@ class Tensor:
 
     @property
     def block_bytes(self) -> int:
-        """Size in bytes of one extent."""
-        return align(self.block_rows * self.row_bytes)
+        """Bytes of one block when it is full."""
+        return self.block_rows * self.row_bytes
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(offset, size in bytes) of adjacent blocks, with room for all rows of the last."""
+        block, found, end = self.block_bytes, [], -1
+        for offset, _, _ in self.ranges:
+            if offset != end:
+                found.append([offset, 0])
+            end = offset + block
+            found[-1][1] += block
+        return [(offset, size) for offset, size in found]
 
 
 @dataclass(slots=True)
@@ -164,13 +174,13 @@ class Header:
     savepoints: list[SavepointRecord] = field(default_factory=list)
     seal: str | None = None  # of cache.bin, see reading.seal
 
+    def runs(self) -> list[tuple[int, int]]:
+        """(offset, size in bytes) of all that this commit uses in cache.bin."""
+        return [run for tensor in self.all_tensors() for run in tensor.runs()]
+
     def extents(self) -> list[tuple[int, int]]:
-        """(offset, size in bytes) of all that this commit owns in cache.bin."""
-        return [
-            (offset, tensor.block_bytes)
-            for tensor in self.all_tensors()
-            for offset, _, _ in tensor.ranges
-        ]
+        """(offset, size in bytes) of all that it owns there: whole pages of ALIGNMENT bytes."""
+        return [(floor(first), align(first + n) - floor(first)) for first, n in self.runs()]
 
     def all_tensors(self) -> list[Tensor]:
         """All tensors of the layers and of the savepoints."""

@@ -1,10 +1,11 @@
 """Caches read in place: cache.bin is mapped, not copied.
 
-The rows of a growing tensor are in extents of 256 positions. Mapped side by side they form one
+The rows of a growing tensor are in blocks of 256 positions. Mapped side by side they form one
 array, with room for more behind it, which attention reads like any other; appended rows go to the
-room, or to private copies of the pages, never to the file. So a state of any size is restored as
-soon as it is mapped, and its bytes are read when attention needs them. A recurrent state, which
-does not grow, is one extent and one array.
+room, or to private copies of the pages, never to the file. Where two runs of blocks meet within a
+page, the first one's is mapped and gets a copy of the other's bytes there. So a state of any size
+is restored as soon as it is mapped, and its bytes are read when attention needs them. A recurrent
+state, which does not grow, is one extent and one array.
 
 A map keeps showing the file, and the file keeps being written. The mapped rows are therefore held
 by a lock on these bytes (private_files.hold_bytes): no process commits to them until the last array
@@ -17,15 +18,16 @@ machine's boot is read in place (reading.seal).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import errno
+from collections.abc import Iterable, Iterator, Sequence
 
 import mlx.core as mx
 
 from toastkit.native.library import Library, in_use
 from toastkit.native.regions import PAGE, Region
-from toastkit.private_files import hold_bytes
+from toastkit.private_files import hold_bytes, pread_into
 from toastkit.session.blocks import Stored
-from toastkit.session.extents import align
+from toastkit.session.extents import align, floor
 from toastkit.session.layout import BLOCK_ROWS, ITEM_BYTES, Tensor
 
 # MLX's dtypes of stored tensors.
@@ -45,10 +47,11 @@ def read_in_place(stored: Stored, caches: Sequence[Sequence[Tensor]]) -> dict[in
     fit = [tensor for tensors in caches for tensor in _fitting(tensors)]
     if library is None or stored.reopen is None or not fit:
         return {}
-    if sum(1 for tensor in fit for _ in _pieces(tensor)) > MAX_PIECES:
+    pieces = [_pieces(tensor) for tensor in fit]
+    if sum(map(len, pieces)) > MAX_PIECES:
         return {}
     try:
-        return _mapped(library, stored, fit)
+        return _mapped(library, stored, fit, pieces)
     except OSError:  # locks, maps, or address space unavailable
         return {}
 
@@ -58,9 +61,16 @@ def _fitting(tensors: Sequence[Tensor]) -> list[Tensor]:
     the same room."""
     large = [tensor for tensor in tensors if tensor.rows * tensor.row_bytes >= MIN_BYTES]
     growing = [tensor for tensor in tensors if tensor.axis == 2]
-    whole = all(BLOCK_ROWS * tensor.row_bytes % PAGE == 0 for tensor in growing)
-    some = growing if whole and any(tensor.axis == 2 for tensor in large) else []
+    worth = any(tensor.axis == 2 for tensor in large) and all(map(_is_in_step, growing))
+    some = growing if worth else []
     return [*some, *(tensor for tensor in large if tensor.axis is None)]
+
+
+def _is_in_step(tensor: Tensor) -> bool:
+    """True if its blocks lie in pages as they would side by side. (Those of schema 1 may not.)"""
+    return tensor.row_bytes > 0 and all(
+        (offset - at) % PAGE == 0 for at, offset, _ in _pieces(tensor)
+    )
 
 
 def _size(tensor: Tensor) -> int:
@@ -74,35 +84,36 @@ def _positions(tensor: Tensor) -> int:
     return sum(-(-rows // BLOCK_ROWS) * BLOCK_ROWS for rows in (tensor.rows, room))
 
 
-def _pieces(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield (byte of the tensor, offset in the file, bytes) of its rows, adjacent blocks merged."""
-    block = BLOCK_ROWS * tensor.row_bytes
-    at = offset = size = 0
-    for first in range(0, tensor.rows * tensor.row_bytes, block):
-        there = tensor.ranges[first // block].offset
-        if size and there != offset + size:
-            yield at, offset, size
-            size = 0
-        if not size:
-            at, offset = first, there
-        size += min(block, tensor.rows * tensor.row_bytes - first)
-    yield at, offset, size
+def _pieces(tensor: Tensor) -> list[tuple[int, int, int]]:
+    """(byte of the tensor, offset in the file, bytes) of its rows, adjacent blocks merged."""
+    found, at, whole = [], 0, tensor.rows * tensor.row_bytes
+    for offset, size in tensor.runs():
+        if at < whole:  # it may have been cut back
+            found.append((at, offset, min(size, whole - at)))
+        at += size
+    return found
 
 
-def _held(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield (offset in the file, bytes) of its rows, adjacent extents merged with the unused bytes
-    between them: for each lock the system goes through all that a file has."""
+def _held(pieces: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield (offset in the file, bytes) of a tensor's pieces, adjacent extents merged with the
+    unused bytes between them: for each lock the system goes through all that a file has."""
     first = end = 0
-    for _, offset, size in _pieces(tensor):
-        if end and offset != align(end):
+    for _, offset, size in pieces:
+        if end and floor(offset) != align(end):
             yield first, end - first
             end = 0
         first, end = first if end else offset, offset + size
     yield first, end - first
 
 
-def _mapped(library: Library, stored: Stored, tensors: Sequence[Tensor]) -> dict[int, mx.array]:
-    """The arrays, by the id of their tensors. Raises OSError if they cannot be mapped."""
+def _mapped(
+    library: Library,
+    stored: Stored,
+    tensors: Sequence[Tensor],
+    pieces: Sequence[Sequence[tuple[int, int, int]]],
+) -> dict[int, mx.array]:
+    """The arrays, by the id of their tensors. pieces: of each. Raises OSError if they cannot be
+    mapped."""
     assert stored.reopen is not None
     sizes = [_size(tensor) for tensor in tensors]
     region = Region(library, sum(sizes))
@@ -110,11 +121,11 @@ def _mapped(library: Library, stored: Stored, tensors: Sequence[Tensor]) -> dict
     region.keep(fd)  # and the lock, until all arrays are gone
     region.room(0, region.nbytes)
     arrays, start = {}, 0
-    for tensor, size in zip(tensors, sizes):
-        for offset, count in _held(tensor):
+    for tensor, size, places in zip(tensors, sizes, pieces):
+        for offset, count in _held(places):
             hold_bytes(fd, offset, count)
-        for at, offset, count in _pieces(tensor):
-            region.map_file(start + at, fd, offset, count)
+        for at, offset, count in places:
+            _map_piece(region, start + at, fd, offset, count)
         shape = tensor.shape if tensor.axis is None else _by_position(tensor)
         array = region.array(start, DTYPES[tensor.dtype], shape)
         arrays[id(tensor)] = array if tensor.axis is None else mx.moveaxis(array, 0, 2)
@@ -122,6 +133,17 @@ def _mapped(library: Library, stored: Stored, tensors: Sequence[Tensor]) -> dict
     mx.eval(list(arrays.values()))
     stored.held = True
     return arrays
+
+
+def _map_piece(region: Region, at: int, fd: int, offset: int, count: int) -> None:
+    """Map bytes of the file, those excepted that share a page with the ones before: these are
+    copied to it. Raises OSError."""
+    if head := min(-at % PAGE, count):
+        there = memoryview(region.array(at, mx.uint8, (head,)))  # type: ignore[arg-type]
+        if not pread_into(fd, there, offset):
+            raise OSError(errno.EIO, "the file ends before that")
+    if count > head:
+        region.map_file(at + head, fd, offset + head, count - head)
 
 
 def _by_position(tensor: Tensor) -> tuple[int, ...]:
