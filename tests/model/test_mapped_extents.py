@@ -114,3 +114,26 @@ def test_8_bits_of_schema_1_go_on(held: list, tmp_path: Path, heads: int, in_pla
         found = restored(tmp_path, count)
         assert mx.array_equal(found[:, :, :count], made.keys) and bool(held) == in_place
     assert schema_of(tmp_path) == 2 and runs == 2 * 9
+
+
+def test_tensors_that_take_turns_are_held_together(
+    held: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for their last pieces, behind which they go on: in place, while they are read there."""
+    monkeypatch.setattr(mapped, "MIN_BYTES", 1)
+    made, rows = make(mx.int8, layers=2), kept(1, 0, 1100)
+    with Session.open(tmp_path, MODEL, durable=False) as session:
+        for count in (300, 700, 1023):
+            for layer in made:
+                layer.keys, layer.values = rows[:, :, :count], rows[:, :, :count]
+                layer.offset = count
+            session.commit([5] * count, made, None)
+        found = session.restore(1023, lambda: make(mx.int8, layers=2))
+        assert is_mapped(found[0].keys) and len(session.header.runs()) == 12
+        assert len(held) == 4  # all before the first of four last pieces with that one
+        places = [[r.offset for r in t.ranges] for t in session.header.all_tensors()]
+        for layer in found:
+            new = mx.ones((1, 1, 1, 128))
+            layer.update_and_fetch(new, new)
+        session.commit([5] * 1024, found, None)
+        assert [[r.offset for r in t.ranges] for t in session.header.all_tensors()] == places

@@ -94,15 +94,19 @@ def _pieces(tensor: Tensor) -> list[tuple[int, int, int]]:
     return found
 
 
-def _held(pieces: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield (offset in the file, bytes) of a tensor's pieces, adjacent extents merged with the
-    unused bytes between them: for each lock the system goes through all that a file has."""
-    first = end = 0
-    for _, offset, size in pieces:
-        if end and floor(offset) != align(end):
+def _held(pieces: Iterable[Sequence[tuple[int, int, int]]]) -> Iterator[tuple[int, int]]:
+    """Yield (offset in the file, bytes) of the pieces of tensors, adjacent extents merged with the
+    unused bytes between them: for each lock the system goes through all that a file has. Behind the
+    last piece of a tensor there are none, for it goes on there."""
+    spans = sorted(
+        (offset, size, n) for own in pieces for n, (_, offset, size) in enumerate(own, -len(own))
+    )
+    first = end = last = 0
+    for offset, size, n in spans:
+        if end and (last == -1 or floor(offset) != align(end)):
             yield first, end - first
             end = 0
-        first, end = first if end else offset, offset + size
+        first, end, last = first if end else offset, offset + size, n
     yield first, end - first
 
 
@@ -121,9 +125,9 @@ def _mapped(
     region.keep(fd)  # and the lock, until all arrays are gone
     region.room(0, region.nbytes)
     arrays, start = {}, 0
+    for offset, count in _held(pieces):
+        hold_bytes(fd, offset, count)
     for tensor, size, places in zip(tensors, sizes, pieces):
-        for offset, count in _held(places):
-            hold_bytes(fd, offset, count)
         for at, offset, count in places:
             _map_piece(region, start + at, fd, offset, count)
         shape = tensor.shape if tensor.axis is None else _by_position(tensor)
