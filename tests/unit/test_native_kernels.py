@@ -185,6 +185,20 @@ def test_many_vectors_and_rows_are_one_by_one(kernels: Kernels) -> None:
             assert np.array_equal(kernels.multiply(matrix, x[i : i + 1])[0], out[i])
 
 
+@pytest.mark.parametrize("bits", BITS[1:])
+def test_vectors_that_fit_no_cache_are_one_by_one(kernels: Kernels, bits: int | str) -> None:
+    """Several tiles of rows meet a part of their columns before the next, odd one: with one thread,
+    and so many rows that chunks have several tiles."""
+    matrix = random_matrix(18, (1, 1061, 4160), bits, 32, "bf16")
+    x = vectors(19, 67, 4160, "f32", 0)
+    for _ in kernels.sets():
+        shared = kernels.multiply(matrix, x)
+        kernels.library.toast_set_threads(1)
+        assert np.array_equal(kernels.multiply(matrix, x), shared)
+        for i in (0, 63, 64, 66):
+            assert np.array_equal(kernels.multiply(matrix, x[i : i + 1])[0], shared[i])
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @on_sets

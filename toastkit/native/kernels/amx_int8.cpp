@@ -7,7 +7,7 @@
 #define TILE_M 6
 #define TILE_N 4
 #include "attention_amx.h"
-#include "digit_tiles.h"
+#include "digit_panels.h"
 
 namespace toast {
 

@@ -140,7 +140,7 @@ class Tiles {
   // loads may have to wait for tile stores.
   template <int N, bool PAIRED>
   __attribute__((noinline)) void add(const TransposedGroup *groups, int64_t count, float *y,
-                                     Prefetcher &ahead) {
+                                     PartPrefetcher &ahead) {
     static_assert(N == 4);
     const int rows = this->rows;
     const bool two_blocks = this->two_blocks;
@@ -154,6 +154,7 @@ class Tiles {
       for (const TransposedGroup *c = groups; c < groups + count; c++, slot ^= 1) {
         const Digits d = digits_of(*c, at, slot);
         const int64_t lines = c->words * passes / steps;
+        ahead.go_on();
         ahead.fetch(lines);
         multiply<N, PAIRED, 0>(*c, d, 0, two_blocks, pending, sums);
         if (pending) scale<N>(sums[1], s, 1, rows);

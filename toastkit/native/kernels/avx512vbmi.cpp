@@ -1,7 +1,7 @@
 // Kernels for AVX-512 VBMI: codes of 2, 3, 5 and 6 bits are unpacked in registers.
 #define TILE_M 6
 #define TILE_N 4
-#include "digit_tiles.h"
+#include "digit_panels.h"
 
 namespace toast {
 

@@ -2,7 +2,7 @@
 #define TILE_M 6
 #define TILE_N 4
 #include "attention_tile.h"
-#include "digit_tiles.h"
+#include "digit_panels.h"
 #include "row_functions.h"
 
 namespace toast {

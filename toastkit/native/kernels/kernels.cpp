@@ -28,6 +28,8 @@ constexpr int64_t MIN_BYTES = 64 << 10;          // likewise
 constexpr int CHUNKS_PER_THREAD = 8;             // target for GEMV, within those bounds
 constexpr int64_t CHUNK_ROWS = 64;               // for GEMM
 constexpr int64_t BATCH_CHUNKS_PER_THREAD = 32;  // target for GEMM
+constexpr int64_t MAX_PANEL_TILES = 4;           // of CHUNK_ROWS, that meet a panel of columns
+constexpr int64_t PANEL_CHUNKS_PER_THREAD = 8;   // at least, where a chunk has several tiles
 constexpr int64_t MIN_ROWS = 16;                 // a multiple of every tile height
 constexpr int64_t SERIAL_MACS = 1 << 18;         // too few multiply-adds for a second thread
 
@@ -142,6 +144,10 @@ bool split_into_chunks(Task &task) {
       many |= some > 1;
     }
   rows = CHUNK_ROWS;
+  if (many && !in_floats(p) && p.prepared_stride * std::min(size, count) > PANEL_BYTES) {
+    const int64_t tiles = batch_count * m.rows / (CHUNK_ROWS * PANEL_CHUNKS_PER_THREAD * threads());
+    rows *= std::clamp<int64_t>(tiles, 1, MAX_PANEL_TILES);
+  }
   if (!many) {
     const int64_t row = m.columns * (m.bits ? m.bits : m.type == TOAST_F32 ? 32 : 16) / 8 + 1;
     const int64_t share_bytes = batch_count * m.rows * row / (CHUNKS_PER_THREAD * threads());

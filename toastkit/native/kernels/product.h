@@ -28,6 +28,10 @@ inline bool in_floats(const Product &p) {
 constexpr int64_t BATCH = 64;  // default of Instructions::max_batch, the most vectors per batch
 constexpr int64_t MAX_BATCH = 128;
 
+// Where the prepared vectors of a batch are larger, a part of their columns that is not meets
+// several tiles of rows before the next part (digit_panels.h).
+constexpr int64_t PANEL_BYTES = 512 << 10;
+
 // Results of one expert, outputs[i] for i < size. next_row: the row of the stack that is read after
 // the expert's last one, to prefetch.
 struct ExpertBatch {
