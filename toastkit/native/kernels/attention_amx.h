@@ -50,15 +50,21 @@ static void prepare_columns(const toast::Attention &a, const toast::Tile &tile, 
   const Columns to = Columns::at(memory, tile.heads, rows, size);
   for (int64_t i = 0; i < tile.heads * rows; i++) {
     const int64_t h = i / rows, r = i % rows;
+    // Where a word of four elements goes: counted, as a division for each takes longer than the rest.
+    int64_t offsets[4], word = 0, part_at = 0;
     const QuantisedQuery query = quantise_query(a, tile.of_head(h), r, padded_row(size),
-                                                [&](int64_t d, int part, I8 sixteen) {
-      const int64_t column = to.tiles > 1 ? r % SIDE : part * 8 + r;
-      const int64_t tiles = (to.tiles - 1) * part * to.parts;
+                                                [&](int64_t, int digit, I8 sixteen) {
+      const int64_t column = to.tiles > 1 ? r % SIDE : digit * 8 + r;
+      const int64_t tiles = (to.tiles - 1) * digit * to.parts;
       char *at = const_cast<char *>(to.of(h, r / SIDE)) + tiles * TILE + column * 4;
+      for (int i = 0; i < 4 && !digit; i++) {
+        offsets[i] = part_at + word * 64;
+        if (++word == to.words) word = 0, part_at += TILE;
+      }
       int32_t four[4];
       store(four, sixteen);
-      for (int64_t word = d / 4; word < d / 4 + 4 && word < to.parts * to.words; word++)
-        memcpy(at + word / to.words * TILE + word % to.words * 64, four + word % 4, 4);
+      for (int i = 0; i < 4 && offsets[i] < to.parts * TILE; i++)
+        memcpy(at + offsets[i], four + i, 4);
     });
     to.steps[i] = query.step;
   }

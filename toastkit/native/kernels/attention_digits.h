@@ -51,17 +51,23 @@ struct QuantisedQuery {
 template <class Put>
 INLINE QuantisedQuery quantise_query(const toast::Attention &a, const toast::Tile &tile, int64_t r,
                                      int64_t stride, const Put &put) {
+  const toast_attention &call = *a.call;
+  const int64_t size = r < tile.rows ? call.key_size : 0;  // there is no such query: zeros
+  const char *query = size ? query_of(a, tile, r) : nullptr;
+  auto floats = [&](int64_t d) __attribute__((always_inline)) {
+    return d < size ? some_floats_at(call.queries.type, query, d, int(size - d)) * call.scale
+                    : F32{};
+  };
   F32 max = {}, nan = {};
-  for (int64_t d = 0; d < a.call->key_size; d += LANES) {
-    const F32 v = query_floats(a, tile, r, d), magnitude = (F32)((U32)v & 0x7fffffff);
+  for (int64_t d = 0; d < size; d += LANES) {
+    const F32 v = floats(d), magnitude = (F32)((U32)v & 0x7fffffff);
     max = maximum(magnitude, max);
     nan += v - v;
   }
   const Step step = Step::of(_mm512_reduce_max_ps((__m512)max), horizontal_sum(nan), MAX_QUERY);
   I32 uppers = {}, lowers = {};
   for (int64_t d = 0; d < stride; d += LANES) {
-    const I32 v =
-        step.inverse_step ? round_to_int(query_floats(a, tile, r, d) * step.inverse_step) : I32{};
+    const I32 v = step.inverse_step ? round_to_int(floats(d) * step.inverse_step) : I32{};
     const I32 upper = (v + 128) >> 8, lower = v - (upper << 8);
     put(d, 0, __builtin_convertvector(upper, I8));
     put(d, 1, __builtin_convertvector(lower, I8));
