@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 from tests.native_library import needed
-from tests.unit.native_kernels import Kernels, kernels, on_row_sets, on_sets, random_matrix
+from tests.unit.native_attention import Asked, attend, cached
+from tests.unit.native_kernels import (
+    IN_PAIRS,
+    Kernels,
+    kernels,
+    on_each,
+    on_row_sets,
+    on_sets,
+    random_matrix,
+)
 from tests.unit.native_rows import distribution, log_sum_exp, softmax
 
 __all__ = ["kernels"]
@@ -45,7 +54,7 @@ def test_no_scale_beyond_the_last_is(kernels: Kernels) -> None:
 
 @on_row_sets
 def test_no_exponential_is(kernels: Kernels) -> None:
-    """The last that is none is 0, the next one is right."""
+    """The first that would be is 0, the last one above it right."""
     x = np.concatenate([np.linspace(-110, -80, 2000), [LEAST, np.nextafter(LEAST, -100), 0]])
     x = x.astype(np.float32)[None]
     for of_row in (log_sum_exp, distribution):
@@ -56,3 +65,13 @@ def test_no_exponential_is(kernels: Kernels) -> None:
     assert np.array_equal(out > 0, x >= LEAST)
     exact = np.where(x >= LEAST, np.exp(x.astype(np.float64)), 0)
     np.testing.assert_allclose(out, exact, rtol=2e-5)
+
+
+@on_each(IN_PAIRS)
+def test_no_weight_times_the_scale_of_a_value_is(kernels: Kernels) -> None:
+    """Of 8-bit attention with scores far apart, of few queries and of many."""
+    keys, values = (cached(i, (1, 1, 300, 64), "i8", "turned") for i in (2, 3))
+    for count in (1, 4, 70):
+        queries = cached(1, (1, count, 1, 64), "f32", "turned") * np.float32(30)
+        with none_subnormal():
+            attend(kernels, Asked(queries, keys, values, ("f32", "i8", "i8"), 64**-0.5))

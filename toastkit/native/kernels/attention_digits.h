@@ -77,6 +77,15 @@ INLINE QuantisedQuery quantise_query(const toast::Attention &a, const toast::Til
           {_mm512_reduce_add_epi32((__m512i)uppers), _mm512_reduce_add_epi32((__m512i)lowers)}};
 }
 
+// Weights times the scales of their values: 0 where that would be subnormal (see `exponential`),
+// which is less than half a step of any span that is not all zeros. By the sum of both exponents,
+// before they are multiplied.
+INLINE F32 times_scales(F32 weights, F32 scales) {
+  const U32 size = ((U32)weights & 0x7fffffff) + ((U32)scales & 0x7fffffff);
+  const U32 least = U32{} + (bits_of(1) + bits_of(0x1p-125f));
+  return (size < least ? F32{} : weights) * scales;
+}
+
 // Quantises a row's weights, (keys), times `scales` (in place) to digits; returns the step.
 // weights, scales and digits are padded with zeros to a multiple of LANES. NaN becomes 0, and the
 // step NaN. between() is called once per LANES keys.
@@ -85,7 +94,7 @@ INLINE float quantise_weights(float *weights, const float *scales, int64_t keys,
                               uint8_t *lower, const Between &between) {
   F32 max = {}, nan = {};
   for (int64_t j = 0; j < keys; j += LANES) {
-    const F32 v = load<F32>(weights + j) * load<F32>(scales + j);
+    const F32 v = times_scales(load<F32>(weights + j), load<F32>(scales + j));
     store(weights + j, v);
     max = maximum(v, max);
     nan = multiply_add(v, F32{}, nan);

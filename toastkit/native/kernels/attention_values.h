@@ -12,7 +12,7 @@ static void quantise_weights_of_lanes(const Int8Workspace &to, int64_t r, float 
                                       int64_t lanes, int64_t keys) {
   F32 max = {}, nan = {}, inverse_step;
   for (int64_t j = 0; j < keys; j++) {
-    const F32 v = load<F32>(weights + j * lanes) * to.scales[j];
+    const F32 v = times_scales(load<F32>(weights + j * lanes), splat(to.scales[j]));
     store(weights + j * lanes, v);
     max = maximum(v, max);
     nan += v - v;
