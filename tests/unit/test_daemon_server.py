@@ -81,6 +81,14 @@ def test_pipelined_lines_are_answered_in_their_order(client: Client) -> None:
         assert [reply["id"] for reply in client.replies()] == [n] * 3
 
 
+def test_more_lines_than_one_turn_takes(client: Client) -> None:
+    """Nothing else happens that would have the rest looked at."""
+    client.send(b'{"op": "status"}\n' * (4 * module.LINES_PER_TURN))
+    for _ in range(4 * module.LINES_PER_TURN):
+        reply = client.line()
+        assert reply is not None and "status" in reply
+
+
 def test_status_and_control(running: Front, client: Client) -> None:
     assert client.ask({"op": "health"})["health"]["ok"] is True
     status = client.ask({"op": "status"})["status"]

@@ -263,7 +263,6 @@ class Server:
                 kept = request.op in ATTACH_OPS
                 connection.channel = channel  # before it may be done
                 self._worker.submit(request, channel)
-                return
         except Exception as error:
             kept, connection.channel = False, None
             self._refused += 1
