@@ -248,18 +248,25 @@ def test_newer_schema_and_garbage(state_home: Path):
 @pytest.mark.parametrize("how", ["flip", "shorten", "remove"])
 def test_damaged_data_files(state_home: Path, name: str, how: str):
     path = names.resolve("one")
+    tokens = [1] * 100 + [2] * 300
     with Session.open(path, MODEL) as session:
         commit(session, [1] * 300)
+        commit(session, tokens)
     file = path / name
     data = bytearray(file.read_bytes())
+    said = "session one: the checksum of "
+    if how != "flip":
+        left = len(data) - 1 if how == "shorten" else 0
+        said = f"session one: {name} has {left} bytes where its header says {len(data)}$"
     if how == "remove":
         file.unlink()
     else:
-        data[100] ^= 1
+        data[100 if name == "tokens.u32" else -1] ^= 1
         file.write_bytes(data if how == "flip" else data[:-1])
-    with pytest.raises(DataError, match="session one"), Session.open(path, MODEL) as session:
+    with pytest.raises(DataError, match=said), Session.open(path, MODEL) as session:
+        assert how == "flip"
         session.logits()
-        rows_of(session, 300)
+        rows_of(session, 400)
 
 
 # ------------------------------------------------------------------------- full disk and kill -9
