@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from toastkit.session.directory import Session
 from toastkit.session.handover import ASK, HandoverClient, HandoverServer, decline
 from toastkit.session.lock import WriterLock
 from toastkit.session.run import RunDirectory
+from toastkit.wire import Peer
 
 MODEL = "ab" * 32
 
@@ -126,6 +130,8 @@ def test_an_offer_ends_when_the_reader_of_stdout_wants_nothing(tmp_path: Path):
     (reading, writing), (other, tee) = os.pipe(), os.pipe()
     decline_from(other, run)  # as one of several that read what tee writes
     assert server.offer(0.05, watch_fd=writing) is False and not server.unwanted
+    decline_from(reading, run)
+    assert server.offer(0.05) is False and not server.unwanted  # whoever that was
     client = start_client(run, session.path)
     tell(client)
     assert server.offer(30, watch_fd=writing) is True
@@ -151,6 +157,35 @@ def test_an_offer_ends_when_the_reader_of_stdout_goes(tmp_path: Path):
     assert server.offer(30, watch_fd=writing) is False and session.lock.held
     server.close()
     os.close(writing)
+
+
+def test_a_client_waits_for_a_prefill_that_is_still_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("toastkit.session.handover.CONNECT_SECONDS", 60)
+    path = tmp_path / "session"
+    session = Session.open(path, MODEL)
+    run = RunDirectory.create(path)
+    with ThreadPoolExecutor() as pool:
+        client = pool.submit(HandoverClient, run.path, path)
+        time.sleep(0.05)
+        assert not client.done()
+        server = HandoverServer(run.path, session.lock)
+        client.result(60).close()
+    server.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="no system tells who it is")
+def test_another_user_is_given_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    session, run, server = begin(tmp_path / "session")
+    other = Peer(os.geteuid() + 1, os.getpid())
+    monkeypatch.setattr("toastkit.session.handover.peer_of", lambda connection: other)
+    with ThreadPoolExecutor() as pool:
+        client = pool.submit(HandoverClient(run.path, tmp_path / "session").receive)
+        assert server.offer(0.05) is False and session.lock.held
+        with pytest.raises(UnavailableError):
+            client.result(60)
+    server.close()
 
 
 def test_a_client_that_gives_up_and_a_server_that_dies(
