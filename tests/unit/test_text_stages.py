@@ -224,6 +224,10 @@ def test_a_stop_string_that_only_the_end_completes(tokenizer: Tokenizer) -> None
     waiting = spoken(tokenizer, "ab 👍", "length")
     frames = write(tokenizer, waiting, stops=["👍"])
     assert text_of(frames) == "ab " and frames[-1].reason == "stop"
+    outcome = Outcome()
+    frames = write(tokenizer, spoken(tokenizer, "the END", "length"), outcome=outcome,
+                   stops=["END", "ENDING"])  # fmt: skip
+    assert text_of(frames) == "the " and outcome.reasons == ["stop"] == [frames[-1].reason]
 
 
 def test_several_runs_in_one_stream(tokenizer: Tokenizer) -> None:

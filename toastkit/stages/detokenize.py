@@ -85,8 +85,7 @@ class _Writer:
     def finish(self) -> str:
         if self.stopped:
             return ""
-        piece, self.stopped = self._stops.add(self._pieces.finish())
-        if not self.stopped:
-            piece += self._stops.finish()
-            self.stopped = self._stops.stopped is not None
+        piece, _ = self._stops.add(self._pieces.finish())
+        piece += self._stops.finish()
+        self.stopped = self._stops.stopped is not None
         return piece
