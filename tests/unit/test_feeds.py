@@ -67,6 +67,18 @@ def test_feed_tokens_sends_and_passes_on(run: Path, reader: FeedReader) -> None:
     assert reader.read_available() == [FeedMessage(1, 3), *ends]
 
 
+def test_an_end_of_turn_that_is_ignored_ends_no_run(run: Path, reader: FeedReader) -> None:
+    """Of a run that is given another answer may come; of one that a head names none does."""
+    answers = [
+        head(run=str(run)), Token(1, EOS), End("length", 1),
+        head(run=str(run)), Token(2, 3), End("length", 1),
+    ]  # fmt: skip
+    for given, between in ((str(run), []), (None, [OVER])):
+        assert list(feed_tokens(answers, given, True)) == answers
+        sent = [FeedMessage(1, EOS), *between, FeedMessage(2, 3), OVER]
+        assert reader.read_available() == sent
+
+
 def test_bare_ids() -> None:
     """Neither thousands of digits nor zeros before the first are more than a number."""
     given = io.BytesIO(b"1 22\n\n333 0 007 4294967295")

@@ -62,6 +62,8 @@ def changed(**fields: Any) -> bytes:
         {"token": [0.25]}, {"token": 0.25}, {"token": [0.25, "x"]}, {"token": [0.25, -1]},
         {"stays": True}, {"stays": float("nan")}, {"outside_token": 1e300}, {"cold": {}},
         {"cold": {"rate": 0, "token": NONE, "chunk": NONE}}, {"cold": [1, 2, 3]},
+        {"cold": {"rate": float("nan"), "token": NONE, "chunk": NONE}},
+        {"cached": {"rate": float("inf"), "token": NONE, "chunk": NONE}},
         {"cold": {"rate": 1, "token": 0.5, "chunk": NONE}}, {"outside_chunk": 10**400},
         {"cached": {"rate": 1, "token": {"reading": 4.5, "computing": 0}, "chunk": NONE}},
         {"cached": {"rate": 1, "token": NONE, "chunk": {"reading": 0}}},
