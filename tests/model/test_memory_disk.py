@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.model.service_driver import (
     words,
 )
 from toastkit.daemon.conversation import WORTH_KEEPING
+from toastkit.engine.engine import Engine
 from toastkit.session.directory import Session
 from toastkit.store.ledger import CACHE, SESSIONS
 
@@ -85,6 +87,21 @@ def test_the_longest_unused_leaves_and_comes_back(engines: Engines, name: str) -
     assert (summary["kept"], summary["in_memory"], summary["on_disk"]) == (3, 2, 3)
     assert [kept.cache is None for kept in driver.kept] == [True, False, False]
     chats[2].goes_on(driver)
+
+
+def test_what_was_branched_off_is_not_the_longest_unused(engines: Engines) -> None:
+    engine, _ = engines("llama")
+    first, other, branch = (Chat(engines, "llama", f"{n} {LONG}") for n in (0, 1, "0"))
+    branch.messages[-1] = user(f"0 {LONG} Why?")
+    driver = Driver(engine)
+    first.ask(driver)
+    size = engine.ledger.of(SESSIONS)
+    driver = Driver(engine, cache_bytes=int(2.5 * size))
+    first.messages.pop()
+    for chat in (first, other, branch):
+        asked = chat.ask(driver)
+    assert asked.cached > 40
+    assert [kept.cache is None for kept in driver.kept] == [False, True, False]
 
 
 @pytest.mark.parametrize("name", ["llama", HYBRID])
@@ -219,7 +236,7 @@ def test_a_daemon_killed_in_mid_answer_has_the_prompt(engines: Engines) -> None:
     assert len(driver.kept) == 1 and len(driver.kept[0].tokens) > len(prompt)
 
 
-def damage(how: str, path: Path) -> None:
+def damage(how: str, path: Path, engine: Engine) -> None:
     file = path / ("session.msgpack" if how == "a torn header" else "cache.bin")
     data = file.read_bytes()
     if how == "other bytes":
@@ -229,6 +246,10 @@ def damage(how: str, path: Path) -> None:
     elif how == "another's":
         with Session.open(path, None) as session:
             session.commit([4, 3, 2, *session.tokens[3:]], None, None)
+    elif how == "other tokens":
+        with Session.open(path, None) as session:
+            cache = session.restore(session.n_past, engine.new_cache)
+            session.commit([*session.tokens[:-1], 3], cache, None)
     elif how == "no directory":
         for each in path.iterdir():
             each.unlink()
@@ -241,7 +262,7 @@ def damage(how: str, path: Path) -> None:
     ("how", "running"),
     [("a torn header", False), ("a short file", False), ("other bytes", False), ("no file", False),
      ("no directory", False), ("another's", False), ("a torn header", True), ("other bytes", True),
-     ("no directory", True)],
+     ("no directory", True), ("other tokens", True)],
 )  # fmt: skip
 def test_damage_costs_time_only(engines: Engines, homes: Path, how: str, running: bool) -> None:
     driver, chat = Driver(engines("falcon_h1")[0], cache_bytes=0), Chat(engines, "falcon_h1", LONG)
@@ -249,7 +270,7 @@ def test_damage_costs_time_only(engines: Engines, homes: Path, how: str, running
     chat.ask(driver)
     (path,) = directories(homes)
     other.ask(driver)
-    damage(how, path)
+    damage(how, path, driver.engine)
     if not running:
         driver.restart()
     asked = chat.ask(driver, "Why?")
@@ -284,10 +305,13 @@ def test_what_is_no_conversation_is_not_taken_for_one(engines: Engines, homes: P
     chat.ask(driver)
     (path,) = directories(homes)
     (path.parent / "notes").mkdir()
-    (path.parent / "ffffffffffffffff").mkdir()
+    (unborn := path.parent / "ffffffffffffffff").mkdir()  # as another process begins one
+    (stale := path.parent / "eeeeeeeeeeeeeeee").mkdir()
+    os.utime(stale, (0, 0))
     (path.parent / "file").write_text("x")
     driver.restart()
     assert [kept.path for kept in driver.kept] == [path]
+    assert unborn.exists() and not stale.exists()
     chat.goes_on(driver)
 
 
