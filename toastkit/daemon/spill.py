@@ -119,7 +119,6 @@ class Spill:
                 if not path.name.startswith(name):
                     # Keeps its lock, which is on the file and not on the name.
                     path = path.rename(self._free_name(name))
-            os.utime(path)
         except BusyError:  # another process is writing it, as one that is asked the same
             return False
         except Exception as error:  # whatever it is, the conversation is still in memory
