@@ -80,6 +80,31 @@ def test_truncation_where_a_blank_comes_before_any_text(length: int, word: str) 
     assert left == f":a:{text}" if length < 36 else 0 < len(left) <= 40
 
 
+@pytest.mark.parametrize(
+    ("context", "wanted", "left"), [(1000, None, 744), (1000, 8, 992), (48, None, 24), (48, 40, 24)]
+)
+def test_truncation_leaves_room_for_an_answer(context: int, wanted: int | None, left: int) -> None:
+    """Of the length that is asked for, at most half of the context."""
+    files, tokenizer, said = locate("crumb"), crumb(), []
+    options = PromptOptions(raw=True, truncate=True, max_tokens=wanted, note=said.append)
+    config = load_config(files)._replace(context=context)
+    stage = PromptTokenizer(files, config, options, tokenizer)
+    ids = tokenizer.encode("the bear " * 600, add_special=True)
+    assert stage.encode(Prompt("the bear " * 600)) == ids[-left:]
+    assert said[-1].endswith(
+        f" tokens, the model's context is {context}: its beginning is cut off, "
+        f"{left} tokens are left"
+    )
+
+
+def test_the_tokens_of_a_prompt_tell_whose_message_is_last() -> None:
+    stage = PromptTokenizer(locate("crumb"), load_config(locate("crumb")), PromptOptions(), crumb())
+    talk = [user("Hi"), {"role": "assistant", "content": "Ho"}]
+    for prompt, role in ((Prompt("Hi"), "user"), (Prompt(messages=talk), "assistant")):
+        head, tokens = tokenize_stage.tokenize([prompt], stage)
+        assert tokens.role == role and head.vocab == stage.head(None).vocab
+
+
 def test_truncation_goes_through_many_messages_once(monkeypatch: pytest.MonkeyPatch) -> None:
     files, tokenizer = locate("crumb"), crumb()
     config = load_config(files)._replace(context=200)
