@@ -12,12 +12,13 @@ import pytest
 from session_states import MODEL, commit
 
 from toastkit.errors import CannotCreateError, DataError, IOFailure
-from toastkit.frames import pack_ids
+from toastkit.frames import End, Head, Logits, Prefilled, pack_ids
 from toastkit.gears.selector import GearSelector
 from toastkit.session import names
 from toastkit.session.directory import Session
 from toastkit.session.gear_state import GEAR_FILE, committed, load, save
 from toastkit.session.upkeep import prepare
+from toastkit.stages.follow import Follower, GearRules
 
 STATE = {"held": 3, "last": None, "more": [0.1, {"x": "y"}]}
 
@@ -65,6 +66,37 @@ def test_what_is_saved_is_loaded(session_dir: Path):
     assert resumed.update(2.0) == selector.update(2.0)
     assert (session_dir / GEAR_FILE).stat().st_mode & 0o777 == 0o600
     assert [name for name in os.listdir(session_dir) if "gears" in name] == [GEAR_FILE]
+
+
+def means(session: Path, prompt: Prefilled, *steps: tuple[int, float], **fields) -> list:
+    """What a run of that session says of steps, (position, bits)."""
+    follower, found = Follower(GearRules()), []
+    follower.learn(Head("m", "ab" * 16, 4096, [1], str(session), **fields))
+    follower.learn(prompt)
+    for position, bits in steps:
+        frame = Logits(position, None)
+        follower.annotate(frame, bits)
+        found.append(frame.mean)
+    follower.learn(End("length", len(steps)))
+    return found
+
+
+def test_a_run_goes_on_with_the_entropies_of_the_one_before(session_dir: Path, tmp_path: Path):
+    """The last one is not counted twice. Not if the prompt has something new or ends sooner, and
+    nothing of a run that is over."""
+    gone = {"run": str(tmp_path / "gone")}
+    whole, more, less = (
+        Prefilled(10, 0, 10, 0.0),
+        Prefilled(10, 1, 9, 0.0),
+        Prefilled(9, 0, 9, 0.0),
+    )
+    for prompt, fields, expected in (
+        (whole, {}, [5.0, 4.0]), (more, {}, [9.0, 5.5]), (less, {}, [9.0, 5.5]),
+        (whole, gone, [9.0, 5.5]),
+    ):  # fmt: skip
+        last = prompt.n_past  # the logits of a commit's last token may never have been asked for
+        assert means(session_dir, more, (last - 1, 1.0), (last, 9.0)) == [1.0, 5.0]
+        assert means(session_dir, prompt, (last, 9.0), (last + 1, 2.0), **fields) == expected
 
 
 def test_the_state_of_another_commit_is_not_taken(session_dir: Path):
