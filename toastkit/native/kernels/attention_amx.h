@@ -50,7 +50,7 @@ static void prepare_columns(const toast::Attention &a, const toast::Tile &tile, 
   const Columns to = Columns::at(memory, tile.heads, rows, size);
   for (int64_t i = 0; i < tile.heads * rows; i++) {
     const int64_t h = i / rows, r = i % rows;
-    // Where a word of four elements goes: counted, as a division for each takes longer than the rest.
+    // Where a word of four elements goes: counted, as dividing for each takes longer than the rest.
     int64_t offsets[4], word = 0, part_at = 0;
     const QuantisedQuery query = quantise_query(a, tile.of_head(h), r, padded_row(size),
                                                 [&](int64_t, int digit, I8 sixteen) {
