@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toastkit.holdings.slot_table import DECAY, SlotTable
+from toastkit.holdings.slot_table import DECAY, MAX_WEIGHT, SlotTable
 
 EXPERTS = 9
 sets = st.sets(st.integers(0, EXPERTS - 1))
@@ -20,9 +23,21 @@ def agrees(table: SlotTable) -> None:
     assert len(set(taken)) == len(taken) and all(0 <= slot < table.slots for slot in taken)
 
 
-passes_of = st.lists(st.lists(st.integers(0, EXPERTS - 1)))
+# Enough of them that experts leave, and that how often each was used decides.
+passes_of = st.lists(
+    st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=3), min_size=20, max_size=40
+)
 
 
+@pytest.fixture(params=[MAX_WEIGHT, 2.0], ids=["seldom", "often"], scope="module")
+def rescaled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How often counts are rescaled makes no difference."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("toastkit.holdings.slot_table.MAX_WEIGHT", request.param)
+        yield
+
+
+@pytest.mark.usefixtures("rescaled")
 @given(slots=st.integers(1, EXPERTS), passes=passes_of, counted=st.booleans())
 def test_who_leaves(slots: int, passes: list[list[int]], counted: bool) -> None:
     """The one used least; where uses are not counted, the longest unused."""
