@@ -241,9 +241,10 @@ class Kernels:
         return not self.library.toast_choose_instructions(name.encode())
 
     def use(self, name: str, threads: int = 3) -> bool:
-        """Likewise, with the library that has it, and so many threads."""
+        """Likewise, with the library that has it, and so many threads. What is emulated has the
+        rest of its code in AVX-512, to its static initializers."""
         self.library = self.whole
-        if name == "amx_int8" and not self.choose(name):
+        if name == "amx_int8" and not self.choose(name) and self.choose("avx512vbmi"):
             self._emulated = self._emulated or _loaded(compiled_apart("amx_int8.cpp"))
             self.library = self._emulated
         self.library.toast_set_threads(threads)
