@@ -33,7 +33,7 @@ from toastkit.native.building.ready import digest
 SANITIZERS = os.environ.get("TOAST_TEST_SANITIZERS")
 Test = TypeVar("Test", bound=Callable[..., None])
 AMX = Path(__file__).parents[1] / "amx_emulated.h"
-IN_FLOATS = ("avx2", "portable", "neon")  # instruction sets in which activations stay float32
+IN_FLOATS = ("portable", "neon")  # instruction sets in which activations stay float32
 SETS = (
     ("neon_i8mm", "neon_dotprod", "neon")
     if platform.machine() == "aarch64"

@@ -7,6 +7,11 @@
 #include "floats.h"
 #include "row_functions.h"
 
+// Before digits16.h: what it does not multiply.
+static const toast::Instructions in_float32 = {"", nullptr, float_bytes, prepare_floats,
+                                               multiply_floats};
+#include "digits16.h"
+
 namespace toast {
 
 // Some versions of clang (14) have no __builtin_cpu_supports("f16c").
@@ -22,7 +27,7 @@ static bool is_available() {
 
 const RowInstructions avx2_rows = row_functions;
 const AttentionCode avx2_attention = attention;
-const Instructions avx2 = {"avx2",         is_available,           float_bytes,
-                           prepare_floats, multiply_floats, &avx2_rows, &avx2_attention};
+const Instructions avx2 = {"avx2",   is_available, prepared_bytes, prepare,
+                           multiply, &avx2_rows,   &avx2_attention};
 
 }  // namespace toast

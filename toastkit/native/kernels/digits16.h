@@ -1,5 +1,6 @@
 // Quantised weights times 16-bit activations, on int8 dot products of 16 bytes of a row at a time:
-// of ARM (dotprod, i8mm) and of AVX-VNNI, whose registers hold 16 bytes of two rows.
+// of ARM (dotprod, i8mm) and of AVX-VNNI, whose registers hold 16 bytes of two rows; on AVX2 with
+// products of words (words16.h).
 //
 // As in digits.h a group of activations is d * v, v int16 in two base-256 digits. A group's sum of
 // q * v fits into int32 (128 * 255 * 2^15 at most), so it is exact in any order. Lanes are rows,
@@ -32,52 +33,77 @@ struct Layout {
   }
 };
 
+// Prefetches the scales or biases that the next tile needs where this one needs those of group g.
+INLINE void prefetch_scales(const toast_matrix &m, const void *p, const int64_t *rows,
+                            int64_t groups, int64_t g) {
+  const int64_t size = toast_type_bytes(m.type);
+  if (g * size % LINE >= LANES * size) return;  // in a line that was requested
+#pragma GCC unroll 8
+  for (int j = 0; j < LANES; j++)
+    prefetch(static_cast<const char *>(p) + ((rows[j] + LANES) * groups + g) * size);
+}
+
+template <int TYPE>
+INLINE void whole_scales(const void *p, const int64_t *rows, int64_t groups, int64_t g, F32 *out) {
+#pragma GCC unroll 8
+  for (int j = 0; j < LANES; j++) out[j] = Dtype<TYPE>::at(p, rows[j] * groups + g);
+}
+
+// Scales or biases of LANES rows and groups, transposed: out[group], lanes are rows.
+static __attribute__((noinline)) void scales_by_group(const toast_matrix &m, const void *p,
+                                                      const int64_t *rows, int64_t groups,
+                                                      int64_t g, F32 *out) {
+  const bool whole = groups - g >= LANES;  // the usual case, with one question for all rows
+  F32 at[LANES];
+  if (whole && m.type == TOAST_BF16) {
+    whole_scales<TOAST_BF16>(p, rows, groups, g, at);
+  } else if (whole && m.type == TOAST_F16) {
+    whole_scales<TOAST_F16>(p, rows, groups, g, at);
+  } else {
+#pragma GCC unroll 8
+    for (int j = 0; j < LANES; j++) at[j] = scales_at(m, p, rows[j] * groups + g, int(groups - g));
+  }
+  transpose(at);
+#pragma GCC unroll 8
+  for (int j = 0; j < LANES; j++) out[j] = at[j];
+}
+
+// Scales and biases likewise.
+template <bool E2M1>
+INLINE void both_by_group(const toast_matrix &m, const int64_t *rows, int64_t groups, int64_t g,
+                          F32 *scales, F32 *biases) {
+  scales_by_group(m, m.scales, rows, groups, g, scales);
+  if (!E2M1) return scales_by_group(m, m.biases, rows, groups, g, biases);
+#pragma GCC unroll 8
+  for (int i = 0; i < LANES; i++) biases[i] = scales[i] * E2M1_BIAS;
+}
+
+}  // namespace
+
+#if defined(__AVX2__) && !defined(__AVXVNNI__)
+#include "words16.h"
+#else
+
+namespace {
+
+// The digits of so many numbers as WEIGHTS.
 template <bool NIBBLES>
-static void prepare_digits(const toast::Product &p, int64_t row) {
+INLINE void store_block(const I32 *v, char *out) {
   constexpr int HALVES = NIBBLES ? 2 : 1, PARTS = 16 / LANES;
-  const toast_matrix &m = *p.matrix;
-  const toast_vectors &x = *p.x;
-  const auto layout = Layout<NIBBLES>::of(m);
-  char *out = p.prepared + row * p.prepared_stride;
-  auto steps = reinterpret_cast<float *>(out + layout.steps);
-  auto sums = reinterpret_cast<float *>(out + layout.sums);
-  auto int_sums = reinterpret_cast<int32_t *>(out + layout.int_sums);
-  memset(out + layout.steps, 0, layout.bytes - layout.steps);
   auto digits = reinterpret_cast<Digits *>(out);
-  for (int64_t g = 0; g < layout.groups; g++) {
-    const int64_t start = row * x.stride + g * m.group_size;
-    // Float bits compare as integers: infinity above all finite numbers, NaN above infinity.
-    I32 max_bits = {};
-    for (int k = 0; k < m.group_size; k += LANES) {
-      const I32 size = (I32)floats_at(x.type, x.data, start + k) & 0x7fffffff;
-      max_bits = max_bits > size ? max_bits : size;
+  Digits upper[2], lower[2];
+  for (int half = 0; half < HALVES; half++) {
+    I32 low[PARTS], high[PARTS];
+    for (int i = 0; i < PARTS; i++) {
+      const I32 one = v[half * PARTS + i];
+      high[i] = (one + 128) >> 8;
+      low[i] = one << 24 >> 24;
     }
-    int32_t peak = 0, total = 0;
-    for (int i = 0; i < LANES; i++) peak = max_bits[i] > peak ? max_bits[i] : peak;
-    const auto [step, inverse] = GroupStep::of(peak, MAX_DIGITS);
-    I32 totals = {};
-    for (int k = 0; k < m.group_size; k += Layout<NIBBLES>::WEIGHTS) {
-      Digits upper[2], lower[2];
-      for (int half = 0; half < HALVES; half++) {
-        I32 v[PARTS], high[PARTS];
-        for (int i = 0; i < PARTS; i++) {
-          F32 value = floats_at(x.type, x.data, start + k + 16 * half + LANES * i);
-          v[i] = inverse ? round_to_int(value * inverse) : I32{};
-          totals += v[i];
-          high[i] = (v[i] + 128) >> 8;
-          v[i] = v[i] << 24 >> 24;
-        }
-        upper[half] = narrowed(high), lower[half] = narrowed(v);
-      }
-      for (const Digits *both : {upper, lower}) {
-        *digits++ = NIBBLES ? even(both[0], both[1]) : both[0];
-        if (NIBBLES) *digits++ = odd(both[0], both[1]);
-      }
-    }
-    for (int i = 0; i < LANES; i++) total += totals[i];
-    steps[g] = step;
-    sums[g] = step * float(total);
-    int_sums[g] = total;
+    upper[half] = narrowed(high), lower[half] = narrowed(low);
+  }
+  for (const Digits *both : {upper, lower}) {
+    *digits++ = NIBBLES ? even(both[0], both[1]) : both[0];
+    if (NIBBLES) *digits++ = odd(both[0], both[1]);
   }
 }
 
@@ -96,7 +122,7 @@ template <bool NIBBLES, bool E2M1, int M>
 INLINE void group_sums(const char *const *vectors, const uint8_t *const *rows, int64_t first,
                        int64_t end, int64_t ahead, bool is_8bit, I32 *out) {
   constexpr int PARTS = NIBBLES ? 2 : 1;
-  I32 sums[M][REGISTERS] = {};
+  I32 sums[M][ROW_REGISTERS] = {};
   for (int64_t at = (first * 16 + LINE - 1) / LINE * LINE; ahead && at < end * 16; at += LINE)
 #pragma GCC unroll 8
     for (int j = 0; j < LANES; j++) prefetch(rows[j] + at + ahead);
@@ -105,7 +131,7 @@ INLINE void group_sums(const char *const *vectors, const uint8_t *const *rows, i
 #pragma GCC unroll 4
     for (int i = 0; i < M; i++)
 #pragma GCC unroll 4
-      for (int j = 0; digit && j < REGISTERS; j++) sums[i][j] = sums[i][j] << 8;
+      for (int j = 0; digit && j < ROW_REGISTERS; j++) sums[i][j] = sums[i][j] << 8;
     for (int64_t b = first; b < end; b++) {
 #pragma GCC unroll 2
       for (int part = 0; part < PARTS; part++) {
@@ -115,7 +141,7 @@ INLINE void group_sums(const char *const *vectors, const uint8_t *const *rows, i
         for (int i = 0; i < M; i++)
           digits[i] = load_digits(reinterpret_cast<const int8_t *>(vectors[i]) + at);
 #pragma GCC unroll 4
-        for (int j = 0; j < REGISTERS; j++) {
+        for (int j = 0; j < ROW_REGISTERS; j++) {
           const I32 codes = codes_at<NIBBLES, E2M1>(rows + j, b * 16, part);
 #pragma GCC unroll 4
           for (int i = 0; i < M; i++) sums[i][j] = dot(sums[i][j], codes, digits[i], is_8bit);
@@ -137,9 +163,9 @@ INLINE void group_sums_of_four(const char *const *vectors, const uint8_t *const 
   constexpr int PARTS = NIBBLES ? 2 : 1;
   int32x4_t sums[2][2][2] = {};  // [digit][pair of rows][pair of vectors]
   for (int64_t b = first; b < end; b++) {
-    I32 weights[REGISTERS][2];
+    I32 weights[ROW_REGISTERS][2];
 #pragma GCC unroll 4
-    for (int j = 0; j < REGISTERS; j++)
+    for (int j = 0; j < ROW_REGISTERS; j++)
 #pragma GCC unroll 2
       for (int part = 0; part < PARTS; part++)
         weights[j][part] = codes_at<NIBBLES, E2M1>(rows + j, b * 16, part);
@@ -183,25 +209,6 @@ INLINE void group_sums_of_four(const char *const *vectors, const uint8_t *const 
 }
 #endif
 
-// Prefetches the scales or biases that the next tile needs where this one needs those of group g.
-INLINE void prefetch_scales(const toast_matrix &m, const void *p, const int64_t *rows,
-                            int64_t groups, int64_t g) {
-  const int64_t size = toast_type_bytes(m.type);
-  if (g * size % LINE >= LANES * size) return;  // in a line that was requested
-#pragma GCC unroll 8
-  for (int j = 0; j < LANES; j++)
-    prefetch(static_cast<const char *>(p) + ((rows[j] + LANES) * groups + g) * size);
-}
-
-// Scales or biases of LANES rows and groups, transposed: out[group], lanes are rows.
-INLINE void scales_by_group(const toast_matrix &m, const void *p, const int64_t *rows,
-                            int64_t groups, int64_t g, F32 *out) {
-#pragma GCC unroll 8
-  for (int j = 0; j < LANES; j++)
-    out[j] = scales_at(m, p, rows[j] * groups + g, int(groups - g));
-  transpose(out);
-}
-
 // M vectors times `count` <= LANES rows from `first` on.
 template <bool NIBBLES, bool E2M1, int M>
 static void digit_tile(const toast::Product &p, const toast::ExpertBatch &batch,
@@ -230,10 +237,7 @@ static void digit_tile(const toast::Product &p, const toast::ExpertBatch &batch,
     F32 scales[LANES], biases[LANES];
     if (M <= 2) prefetch_scales(m, m.scales, numbers, layout.groups, g);
     if (M <= 2 && !E2M1) prefetch_scales(m, m.biases, numbers, layout.groups, g);
-    scales_by_group(m, m.scales, numbers, layout.groups, g, scales);
-    if (!E2M1) scales_by_group(m, m.biases, numbers, layout.groups, g, biases);
-#pragma GCC unroll 8
-    for (int i = 0; E2M1 && i < LANES; i++) biases[i] = scales[i] * E2M1_BIAS;
+    both_by_group<E2M1>(m, numbers, layout.groups, g, scales, biases);
     for (int64_t n = g; n < g + LANES && n < layout.groups; n++) {
       I32 exact[M];
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -293,6 +297,60 @@ static bool multiply_digits(const toast::Product &p, const toast::ExpertBatch &b
   return true;
 }
 
+static bool multiply_codes(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
+                            int64_t end) {
+  if (p.matrix->type == TOAST_E8M0) return multiply_digits<true, true>(p, batch, first, end);
+  return p.matrix->bits == 4 ? multiply_digits<true, false>(p, batch, first, end)
+                             : multiply_digits<false, false>(p, batch, first, end);
+}
+
+}  // namespace
+
+#endif
+
+namespace {
+
+template <bool NIBBLES>
+static void prepare_digits(const toast::Product &p, int64_t row) {
+  constexpr int PARTS = Layout<NIBBLES>::WEIGHTS / LANES;
+  const toast_matrix &m = *p.matrix;
+  const toast_vectors &x = *p.x;
+  const auto layout = Layout<NIBBLES>::of(m);
+  char *out = p.prepared + row * p.prepared_stride;
+  auto steps = reinterpret_cast<float *>(out + layout.steps);
+  auto sums = reinterpret_cast<float *>(out + layout.sums);
+  auto int_sums = reinterpret_cast<int32_t *>(out + layout.int_sums);
+  memset(out + layout.steps, 0, layout.bytes - layout.steps);
+  char *digits = out;
+  for (int64_t g = 0; g < layout.groups; g++) {
+    const int64_t start = row * x.stride + g * m.group_size;
+    // Float bits compare as integers: infinity above all finite numbers, NaN above infinity.
+    I32 max_bits = {};
+    for (int k = 0; k < m.group_size; k += LANES) {
+      const I32 size = (I32)floats_at(x.type, x.data, start + k) & 0x7fffffff;
+      max_bits = max_bits > size ? max_bits : size;
+    }
+    int32_t peak = 0, total = 0;
+    for (int i = 0; i < LANES; i++) peak = max_bits[i] > peak ? max_bits[i] : peak;
+    const auto [step, inverse] = GroupStep::of(peak, MAX_DIGITS);
+    I32 totals = {};
+    for (int k = 0; k < m.group_size; k += Layout<NIBBLES>::WEIGHTS) {
+      I32 v[PARTS];
+      for (int i = 0; i < PARTS; i++) {
+        const F32 value = floats_at(x.type, x.data, start + k + LANES * i);
+        v[i] = inverse ? round_to_int(value * inverse) : I32{};
+        totals += v[i];
+      }
+      store_block<NIBBLES>(v, digits);
+      digits += Layout<NIBBLES>::DIGITS;
+    }
+    for (int i = 0; i < LANES; i++) total += totals[i];
+    steps[g] = step;
+    sums[g] = step * float(total);
+    int_sums[g] = total;
+  }
+}
+
 static int64_t prepared_bytes(const toast::Product &p) {
   if (toast::in_floats(p)) return in_float32.prepared_bytes(p);
   return p.matrix->bits == 4 ? Layout<true>::of(*p.matrix).bytes
@@ -307,9 +365,7 @@ static void prepare(const toast::Product &p, int64_t row) {
 static bool multiply(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                      int64_t end) {
   if (toast::in_floats(p)) return in_float32.multiply(p, batch, first, end);
-  if (p.matrix->type == TOAST_E8M0) return multiply_digits<true, true>(p, batch, first, end);
-  return p.matrix->bits == 4 ? multiply_digits<true, false>(p, batch, first, end)
-                             : multiply_digits<false, false>(p, batch, first, end);
+  return multiply_codes(p, batch, first, end);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The operations of digits16.h, for ARM and for AVX-VNNI: products of 16 bytes of a row at a time.
+// The operations of digits16.h, for ARM, AVX-VNNI and AVX2: on 16 bytes of a row at a time.
 // many(nibbles): vectors that are multiplied together.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int REGISTERS = 4;  // of a tile's LANES rows: of eight, register j holds j and j + 4
+constexpr int ROW_REGISTERS = 4;  // of a tile's LANES rows: of eight, register j holds j and j + 4
 
 typedef int8_t Digits __attribute__((vector_size(16)));
 
@@ -67,9 +67,13 @@ INLINE I32 sums_of_rows(const I32 *v) {
 
 #else
 
-constexpr int many(bool nibbles) { return nibbles ? 2 : 3; }  // what registers have room for
+#if defined(__AVXVNNI__)
 const toast::Instructions &in_float32 = toast::avx2;
+#endif
 
+constexpr int many(bool nibbles) { return nibbles ? 2 : 3; }  // what registers have room for
+
+#if defined(__AVXVNNI__)
 // 16 numbers of eight bits.
 INLINE Digits narrowed(const I32 *v) {
   const __m256i halves = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]);
@@ -83,10 +87,11 @@ INLINE __m128i apart(Digits v) {
 }
 INLINE Digits even(Digits a, Digits b) { return (Digits)_mm_unpacklo_epi64(apart(a), apart(b)); }
 INLINE Digits odd(Digits a, Digits b) { return (Digits)_mm_unpackhi_epi64(apart(a), apart(b)); }
+#endif
 
 INLINE I32 load_codes(const uint8_t *const *rows, int64_t at) {
   const __m256i first = _mm256_castsi128_si256(load<__m128i>(rows[0] + at));
-  return (I32)_mm256_inserti128_si256(first, load<__m128i>(rows[REGISTERS] + at), 1);
+  return (I32)_mm256_inserti128_si256(first, load<__m128i>(rows[ROW_REGISTERS] + at), 1);
 }
 INLINE I32 load_digits(const int8_t *p) {
   return (I32)_mm256_broadcastsi128_si256(load<__m128i>(p));
@@ -98,10 +103,12 @@ INLINE I32 e2m1(I32 q) {
   return (I32)_mm256_shuffle_epi8(codes, (__m256i)q);
 }
 
+#if defined(__AVXVNNI__)
 // sum += weights . digits, four at a time.
 INLINE I32 dot(I32 sum, I32 weights, I32 digits, bool) {
   return (I32)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)digits);
 }
+#endif
 INLINE int32_t sign_correction(int32_t, bool) { return 0; }
 
 // The sums over each row's lanes; lanes are rows.

@@ -47,9 +47,9 @@ enum { TOAST_PAIRS = 12, TOAST_DIGITS = 16, TOAST_FLOATS = 32 };
 // out[i] = matrix[expert[i]] x[vector[i]] for i < count: (count, rows) of out_type, contiguous.
 //
 // vector: NULL for 0, 1, 2, ...; expert: NULL for 0 (no mixture). activation_bits: the minimum
-// precision of activations against quantised weights, used where the processor has int8 dot
-// products: TOAST_PAIRS (12 bits; faster only with 4-bit weights) or TOAST_DIGITS (16 bits), with
-// one scale per group; or TOAST_FLOATS, float32 activations.
+// precision of activations against quantised weights, used where the processor has products of
+// bytes or words: TOAST_PAIRS (12 bits; fewer only for 4-bit weights, with AVX-512) or
+// TOAST_DIGITS (16), with one scale per group; or TOAST_FLOATS, float32 activations.
 //
 // NaN comes out for an expert or a vector out of range, and for a vector that holds NaN or, with
 // group scales, infinity. Returns 0; 1 for an unsupported matrix or type, 2 if out of memory.

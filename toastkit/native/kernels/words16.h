@@ -1,0 +1,253 @@
+// What digits16.h needs where bytes cannot be multiplied without saturating: AVX2. Words are
+// multiplied by words, VPMADDWD: activations stay as they are, codes are widened. Sums are the
+// same.
+#include <algorithm>
+
+namespace {
+
+constexpr int FEW_WORDS = 4;  // vectors that meet rows as these are stored
+constexpr int UNIT = 16;      // bytes that are loaded of a row, of which BYTES count
+
+// How codes are packed: CODES of a row in BYTES, widened eight at a time, which PARTS are.
+template <int BITS>
+struct Packing {
+  static constexpr bool E2M1 = false;
+  static constexpr int CODES = BITS <= 3 ? 32 : 16, BYTES = CODES * BITS / 8, PARTS = CODES / 8;
+  // Two bytes hold all of a code: they are shifted up, then down.
+  INLINE I32 widened(I32 q, int part) {
+    alignas(32) static constexpr struct Places {
+      int8_t bytes[32];
+      int16_t factors[16];
+      constexpr Places() : bytes(), factors() {
+        for (int i = 0; i < 16; i++) {
+          const int bit = i % 8 * BITS;
+          bytes[2 * i] = int8_t(bit / 8), bytes[2 * i + 1] = int8_t(bit / 8 + 1);
+          factors[i] = int16_t(1 << (16 - BITS - bit % 8));
+        }
+      }
+    } places;
+    const __m256i start = _mm256_set1_epi8(int8_t(BITS * part));
+    const __m256i order = _mm256_add_epi8(load<__m256i>(places.bytes), start);
+    const __m256i two = _mm256_shuffle_epi8((__m256i)q, order);
+    const __m256i up = _mm256_mullo_epi16(two, load<__m256i>(places.factors));
+    return (I32)_mm256_srli_epi16(up, 16 - BITS);
+  }
+};
+
+template <>
+struct Packing<8> {
+  static constexpr bool E2M1 = false;
+  static constexpr int CODES = 16, BYTES = 16, PARTS = 2;
+  INLINE I32 widened(I32 q, int part) {
+    const __m256i none = _mm256_setzero_si256();
+    return part ? (I32)_mm256_unpackhi_epi8((__m256i)q, none)
+                : (I32)_mm256_unpacklo_epi8((__m256i)q, none);
+  }
+};
+
+// A word holds four: first all numbers that meet the lowest of a word, then those of the next.
+template <>
+struct Packing<4> {
+  static constexpr bool E2M1 = false;
+  static constexpr int CODES = 32, BYTES = 16, PARTS = 4;
+  INLINE I32 widened(I32 q, int part) {
+    const __m256i down = _mm256_srli_epi16((__m256i)q, 4 * part);
+    return part == 3 ? (I32)down : (I32)down & 0xf000f;
+  }
+  // Puts a unit's numbers in that order.
+  INLINE void reorder(__m128i *words) {
+    const __m128i fours = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    for (int i = 0; i < 4; i++) words[i] = _mm_shuffle_epi8(words[i], fours);
+    __m128i low[2], high[2];
+    for (int i = 0; i < 2; i++) {
+      low[i] = _mm_unpacklo_epi32(words[2 * i], words[2 * i + 1]);
+      high[i] = _mm_unpackhi_epi32(words[2 * i], words[2 * i + 1]);
+    }
+    auto pair = [&](const __m128i *from, __m128i *to) {
+      to[0] = _mm_unpacklo_epi64(from[0], from[1]), to[1] = _mm_unpackhi_epi64(from[0], from[1]);
+    };
+    pair(low, words), pair(high, words + 2);
+  }
+};
+
+struct PackedE2M1 : Packing<4> {
+  static constexpr bool E2M1 = true;
+  INLINE I32 widened(I32 q, int part) {
+    q = e2m1(part % 2 ? high_codes(q) : low_codes(q));
+    return part / 2 ? (I32)_mm256_srli_epi16((__m256i)q, 8) : q & 0xff00ff;
+  }
+};
+
+// Half of a register for each of two rows.
+INLINE I32 load_codes_of(const uint8_t *one, const uint8_t *other) {
+  const __m256i first = _mm256_castsi128_si256(load<__m128i>(one));
+  return (I32)_mm256_inserti128_si256(first, load<__m128i>(other), 1);
+}
+
+INLINE void add_product(I32 &sum, I32 codes, I32 numbers) {
+  sum += (I32)_mm256_madd_epi16((__m256i)codes, (__m256i)numbers);
+  asm("" : "+x"(sum));  // now: GCC keeps products in memory, to add them up at the end
+}
+
+// Rows of an expert, `stride` bytes apart. count: how many of LANES there are. ahead: bytes from a
+// row to one to prefetch, or 0.
+struct PackedRows {
+  const uint8_t *data;
+  int64_t stride, first, ahead;
+  int count;
+};
+
+// M vectors times LANES rows. GROUP: columns of a group, 0 if that is not known beforehand.
+template <class P, int M, int GROUP>
+static __attribute__((noinline)) void word_tile(const toast::Product &p,
+                                                const toast::ExpertBatch &batch,
+                                                const uint32_t *outputs, const PackedRows &rows) {
+  constexpr int HALF = LANES / 2;
+  const toast_matrix &m = *p.matrix;
+  const auto layout = Layout<true>::of(m);
+  const int64_t group = GROUP ? GROUP : m.group_size, units = group / P::CODES;
+  const int64_t stride = rows.stride;
+  const char *vectors[M], *numbers[M];
+  int64_t places[LANES];
+#pragma GCC unroll 4
+  for (int i = 0; i < M; i++)
+    numbers[i] = vectors[i] =
+        p.prepared + (p.vector ? p.vector[outputs[i]] : outputs[i]) * p.prepared_stride;
+#pragma GCC unroll 8
+  for (int j = 0; j < LANES; j++)  // missing rows repeat the last
+    places[j] = batch.expert * m.rows + rows.first + (j < rows.count ? j : rows.count - 1);
+  F32 results[M] = {};
+  const uint8_t *at = rows.data, *line = at;  // prefetched until there
+  for (int64_t g = 0; g < layout.groups; g += LANES) {
+    F32 scales[LANES], biases[LANES];
+    if (rows.ahead) prefetch_scales(m, m.scales, places, layout.groups, g);
+    if (rows.ahead && !P::E2M1) prefetch_scales(m, m.biases, places, layout.groups, g);
+    both_by_group<P::E2M1>(m, places, layout.groups, g, scales, biases);
+    const int64_t end = std::min<int64_t>(layout.groups, g + LANES);
+    for (int64_t n = g; n < end; n++) {
+      for (; rows.ahead && line < at + units * P::BYTES; line += LINE)
+#pragma GCC unroll 8
+        for (int j = 0; j < LANES; j++) prefetch(line + rows.ahead + j * stride);
+      I32 sums[M][HALF];
+#pragma GCC unroll 4
+      for (int j = 0; j < HALF; j++) {
+        I32 all[M] = {};
+        const uint8_t *pair = at + j * stride;
+#pragma GCC unroll 8
+        for (int64_t u = 0; u < units; u++) {
+          const I32 q = load_codes_of(pair + u * P::BYTES, pair + u * P::BYTES + HALF * stride);
+#pragma GCC unroll 4
+          for (int part = 0; part < P::PARTS; part++) {
+            const I32 codes = P::widened(q, part);
+#pragma GCC unroll 4
+            for (int i = 0; i < M; i++) {
+              auto from = reinterpret_cast<const int8_t *>(numbers[i] + (u * P::PARTS + part) * 16);
+              add_product(all[i], codes, load_digits(from));
+            }
+          }
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < M; i++) sums[i][j] = all[i];
+      }
+      at += units * P::BYTES;
+#pragma GCC unroll 4
+      for (int i = 0; i < M; i++) {
+        numbers[i] += group * 2;
+        auto steps = reinterpret_cast<const float *>(vectors[i] + layout.steps);
+        auto totals = reinterpret_cast<const float *>(vectors[i] + layout.sums);
+        const F32 sum = __builtin_convertvector(sums_of_rows(sums[i]), F32);
+        results[i] = multiply_add(sum, scales[n - g] * steps[n], results[i]);
+        results[i] = multiply_add(biases[n - g], splat(totals[n]), results[i]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < M; i++)
+    put_some(p.out_type, p.out, outputs[i] * m.rows + rows.first, results[i], rows.count);
+}
+
+template <class P, int M>
+INLINE void multiply_tile(const toast::Product &p, const toast::ExpertBatch &batch,
+                          const uint32_t *outputs, const PackedRows &rows) {
+  const int64_t group = p.matrix->group_size;
+  if constexpr (M <= 2 && P::BYTES == UNIT) {  // 4 and 8 bits, a tenth faster so
+    if (group == 32) return word_tile<P, M, 32>(p, batch, outputs, rows);
+    if (group == 64) return word_tile<P, M, 64>(p, batch, outputs, rows);
+  }
+  word_tile<P, M, 0>(p, batch, outputs, rows);
+}
+
+// A batch of FEW_WORDS vectors at most times rows [first, end) of an expert. False if out of
+// memory.
+template <class P>
+static bool multiply_few(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
+                         int64_t end) {
+  const toast_matrix &m = *p.matrix;
+  const int64_t stride = row_bytes(m);
+  uint32_t outputs[FEW_WORDS];
+  for (int i = 0; i < FEW_WORDS; i++)  // three and the last once more take less than two and one
+    outputs[i] = batch.outputs[std::min<int64_t>(i, batch.size - 1)];
+  for (int64_t n = first; n < end; n += LANES) {
+    const int64_t row = batch.expert * m.rows + n;
+    PackedRows rows = {row_at(m, row), stride, n, LANES * stride, 0};
+    rows.count = int(std::min<int64_t>(end - n, LANES));
+    // Units of the last rows may reach past their end; and missing rows are not there.
+    if (rows.count < LANES || row + LANES >= m.experts * m.rows) {
+      const int64_t bytes = LANES * stride + UNIT;
+      auto copy = static_cast<uint8_t *>(toast::scratch(toast::BYTES, bytes));
+      if (!copy) return false;
+      memcpy(copy, rows.data, rows.count * stride);
+      memset(copy + rows.count * stride, 0, bytes - rows.count * stride);
+      rows.data = copy, rows.ahead = 0;
+    }
+    if (batch.size == 1) {
+      multiply_tile<P, 1>(p, batch, outputs, rows);
+    } else if (batch.size == 2) {
+      multiply_tile<P, 2>(p, batch, outputs, rows);
+    } else {
+      multiply_tile<P, 4>(p, batch, outputs, rows);
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+#include "word_panels.h"
+
+namespace {
+
+template <class P>
+static bool multiply_words(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
+                           int64_t end) {
+  return batch.size <= FEW_WORDS ? multiply_few<P>(p, batch, first, end)
+                                 : multiply_many<P>(p, batch, first, end);
+}
+
+// Numbers of a group, as they meet codes.
+template <bool NIBBLES>
+INLINE void store_block(const I32 *v, char *out) {
+  constexpr int PARTS = NIBBLES ? 4 : 2;
+  __m128i words[PARTS];
+  for (int i = 0; i < PARTS; i++) {
+    const __m256i from = (__m256i)v[i];
+    words[i] = _mm_packs_epi32(_mm256_castsi256_si128(from), _mm256_extracti128_si256(from, 1));
+  }
+  if constexpr (NIBBLES) Packing<4>::reorder(words);
+  memcpy(out, words, sizeof words);
+}
+
+static bool multiply_codes(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
+                            int64_t end) {
+  if (p.matrix->type == TOAST_E8M0) return multiply_words<PackedE2M1>(p, batch, first, end);
+  switch (p.matrix->bits) {
+    case 2: return multiply_words<Packing<2>>(p, batch, first, end);
+    case 3: return multiply_words<Packing<3>>(p, batch, first, end);
+    case 4: return multiply_words<Packing<4>>(p, batch, first, end);
+    case 5: return multiply_words<Packing<5>>(p, batch, first, end);
+    case 6: return multiply_words<Packing<6>>(p, batch, first, end);
+    default: return multiply_words<Packing<8>>(p, batch, first, end);
+  }
+}
+
+}  // namespace
