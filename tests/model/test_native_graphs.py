@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,3 +74,18 @@ def test_caches_that_there_was_no_memory_for(library: Library) -> None:
         with little_memory(), pytest.raises(MemoryError):
             mx.eval(output)
     assert alike(made[2], keys) and alike(made[3], values)
+
+
+def test_no_writer_of_caches_is_left_waiting_without_memory(library: Library) -> None:
+    """An operation that never ran, though one of its caches had its buffer."""
+    empty = mx.broadcast_to(mx.array(0.0), (1, 2, 1 << 18, 32))
+    new = tuple(numbers(seed, (1, 2, 1, 32), mx.float32) for seed in (3, 4))
+    keys = library.append((empty, empty), new, 0)[0]
+    mx.eval(keys, *new)
+    made = library.append((keys, empty), new, 1)
+    del keys
+    with little_memory(), pytest.raises(MemoryError):
+        mx.eval(made[0])
+    deadline = time.monotonic() + 9
+    mx.eval(made)
+    assert time.monotonic() < deadline, "it waited for an operation that never ran"

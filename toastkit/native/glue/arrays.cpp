@@ -89,10 +89,8 @@ class Operation : public mx::Primitive {
       if (allocate_) {
         allocate_(inputs, outputs);
       } else {
-        for (auto &one : outputs) one.set_data(mx::allocator::malloc(one.nbytes()));
+        for (auto &one : outputs) one.set_data(memory_for(one));
       }
-      for (auto &one : outputs)  // MLX would go on with NULL
-        if (one.size() && !one.buffer().ptr()) throw std::bad_alloc();
     } catch (...) {
       set_others(inputs);
       throw;
@@ -162,7 +160,7 @@ bool reuse_or_allocate(const mx::array &input, mx::array &output) {
   if (may) {
     output.copy_shared_buffer(input);
   } else {
-    output.set_data(mx::allocator::malloc(output.nbytes()));
+    output.set_data(memory_for(output));
   }
   return may;
 }
@@ -170,7 +168,7 @@ bool reuse_or_allocate(const mx::array &input, mx::array &output) {
 void allocate_by_position(const Arrays &, Arrays &outputs) {
   for (mx::array &out : outputs) {
     const int64_t heads = out.shape(1), positions = out.shape(2), size = out.shape(3);
-    out.set_data(mx::allocator::malloc(out.nbytes()), out.size(),
+    out.set_data(memory_for(out), out.size(),
                  {positions * heads * size, size, heads * size, 1},
                  {true, heads == 1 || positions == 1, false});
   }
@@ -189,7 +187,7 @@ Arrays lazy(const char *name, std::vector<mx::Shape> shapes, const std::vector<m
   if (in_place >= 0)
     allocate = [in_place](const Arrays &inputs, Arrays &outputs) {
       for (size_t i = 0; i + 1 < outputs.size(); i++)
-        outputs[i].set_data(mx::allocator::malloc(outputs[i].nbytes()));
+        outputs[i].set_data(memory_for(outputs[i]));
       reuse_or_allocate(inputs[in_place], outputs.back());
     };
   return lazy(name, std::move(shapes), dtypes, std::move(inputs), std::move(work),

@@ -78,6 +78,13 @@ bool is_sole_reference(const mx::array &a);
 // True if the array's buffer belongs to a region, see regions.cpp.
 bool is_in_region(const mx::array &a);
 
+// Allocates the buffer of an output. Throws std::bad_alloc, where MLX would go on with NULL.
+inline auto memory_for(const mx::array &output) {
+  auto memory = mx::allocator::malloc(output.nbytes());
+  if (output.size() && !memory.buffer().ptr()) throw std::bad_alloc();
+  return memory;
+}
+
 // Donates the buffer of `input` to an output of the same shape and dtype if MLX may, otherwise
 // allocates one. Returns whether it was donated.
 bool reuse_or_allocate(const mx::array &input, mx::array &output);

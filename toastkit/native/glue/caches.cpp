@@ -52,6 +52,18 @@ bool may_be_overwritten(const mx::array &cache) {
   return is_sole_owner(cache);
 }
 
+// See allocate_caches.
+void allocate_cache(const mx::array &before, mx::array &cache) {
+  const bool dense = before.flags().row_contiguous || is_by_position(before);
+  if (dense && may_be_overwritten(before)) {
+    cache.copy_shared_buffer(before);
+  } else if (!is_by_position(before)) {
+    cache.set_data(memory_for(cache));
+  } else {
+    cache.set_data(memory_for(cache), cache.size(), before.strides(), {true, false, false});
+  }
+}
+
 // Makes `part` a view of the first positions of a cache.
 void view_prefix(const mx::array &cache, mx::array &part) {
   const int64_t heads = int64_t(cache.shape(0)) * cache.shape(1), size = cache.shape(3);
@@ -99,10 +111,8 @@ Arrays appended(const Arrays &inputs, int first) {
   return lazy("ToastAppend", std::move(shapes), dtypes, inputs, [first](const Arrays &arrays) {
     append(arrays, first);
   }, [](const Arrays &inputs, Arrays &outputs) {
-    for (int i = 0; i < 2; i++) {
-      allocate_cache(inputs[i], outputs[i]);
-      view_prefix(outputs[i], outputs[2 + i]);
-    }
+    allocate_caches(inputs.data(), outputs.data());
+    for (int i = 0; i < 2; i++) view_prefix(outputs[i], outputs[2 + i]);
   });
 }
 
@@ -116,25 +126,17 @@ void check_cache(const mx::array &cache, const mx::Shape &heads, int first) {
   cache_type(cache);
 }
 
-void allocate_cache(const mx::array &before, mx::array &cache) {
-  const bool dense = before.flags().row_contiguous || is_by_position(before);
-  if (dense && may_be_overwritten(before)) {
-    cache.copy_shared_buffer(before);
-  } else if (!is_by_position(before)) {
-    cache.set_data(mx::allocator::malloc(cache.nbytes()));
-  } else {
-    cache.set_data(mx::allocator::malloc(cache.nbytes()), cache.size(), before.strides(),
-                   {true, false, false});
-  }
-  register_writer(cache);
+void allocate_caches(const mx::array *before, mx::array *caches) {
+  for (int i = 0; i < 2; i++) allocate_cache(before[i], caches[i]);
+  register_writer(caches);
 }
 
-void register_writer(const mx::array &cache) {
-  if (!cache.size()) return;
+void register_writer(const mx::array *caches) {
   const std::lock_guard<std::mutex> lock(pending.mutex);
   if (pending.count.size() > MAX_REMEMBERED)
     std::erase_if(pending.count, [](const auto &one) { return !one.second; });
-  pending.count[cache.data<char>()]++;
+  for (int i = 0; i < 2; i++)
+    if (caches[i].size()) pending.count[caches[i].data<char>()]++;
 }
 
 WriterGuard::~WriterGuard() {

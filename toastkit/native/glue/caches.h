@@ -10,15 +10,16 @@ namespace toast {
 // cache from position `first` on.
 void check_cache(const mx::array &cache, const mx::Shape &heads, int first);
 
-// Gives the updated cache a buffer: that of the cache before, if nobody else holds it, otherwise a
+// Gives two updated caches buffers: that of the cache before, if nobody else holds it, otherwise a
 // new one in the same memory order. Registered writers do not count as holders, but are waited for:
 // MLX keeps a buffer until the operation that writes it has run, so that building a step while the
-// one before is computed would copy every cache. The operation's work begins with a WriterGuard.
-void allocate_cache(const mx::array &before, mx::array &cache);
+// one before is computed would copy every cache. Comes last of an operation's allocations, as one
+// that fails never runs; its work begins with a WriterGuard of each.
+void allocate_caches(const mx::array *before, mx::array *caches);
 
-// Registers an operation as a user of the cache's buffer, see allocate_cache. One that only reads
-// the cache registers too; its work also begins with a WriterGuard.
-void register_writer(const mx::array &cache);
+// Registers an operation as a user of two caches' buffers, see allocate_caches. One that only reads
+// the caches registers too; its work also begins with a WriterGuard of each.
+void register_writer(const mx::array *caches);
 
 // Unregisters the writer of a cache when it goes out of scope.
 class WriterGuard {

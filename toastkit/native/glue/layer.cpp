@@ -217,15 +217,13 @@ Arrays layer_of(const mx::array &x, const mx::array &keys, const mx::array &valu
   }, [sums = op.ending.outputs, bare = is_attention_only(layer)](const Arrays &inputs,
                                                                  Arrays &outputs) {
     if (bare) {  // out is written before x is read for the last time
-      outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
+      outputs[0].set_data(memory_for(outputs[0]));
     } else {
       reuse_or_allocate(inputs[0], outputs[sums - 1]);
     }
-    if (sums > 1) outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
-    for (size_t i = 0; i < 2; i++) {
-      const mx::array &cache = inputs.end()[int(i) - 2];
-      outputs.size() > sums ? allocate_cache(cache, outputs[sums + i]) : register_writer(cache);
-    }
+    if (sums > 1) outputs[0].set_data(memory_for(outputs[0]));
+    const mx::array *caches = &inputs.end()[-2];
+    outputs.size() > sums ? allocate_caches(caches, &outputs[sums]) : register_writer(caches);
   }, weights);
 }
 
