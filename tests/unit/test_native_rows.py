@@ -260,6 +260,8 @@ def test_softmax_at_the_ends(kernels: Kernels, size: int) -> None:
     """As MLX has them: no number, and infinite ones."""
     x = np.zeros((5, size), np.float32)
     x[0], x[1, size // 2], x[2, size - 1], x[3] = -np.inf, np.nan, np.inf, 1e38
+    both = np.stack([x[2], np.where(np.isnan(x[1]), x[1], x[2])])
+    assert list(np.isnan(log_sum_exp(kernels, both, "f32"))) == [False, True]
     out, sums = softmax(kernels, x, ("f32", "f32")), log_sum_exp(kernels, x, "f32")
     assert np.isnan(out[:3]).any(-1).all() and np.isnan(out[:2]).all()
     np.testing.assert_allclose(out[3:], 1 / size, rtol=1e-6)

@@ -168,11 +168,8 @@ void drop_groups(const toast_choice &choice, int64_t columns, float *numbers) {
     const float *scores = numbers + group * size;
     float best = -INFINITY, next = -INFINITY;
     for (int64_t i = 0; i < size; i++) {
-      if (scores[i] > best) {
-        next = best, best = scores[i];
-      } else if (scores[i] > next) {
-        next = scores[i];
-      }
+      if (scores[i] > next) next = std::min(best, scores[i]);
+      if (scores[i] > best) best = scores[i];
     }
     const float two = best + next;
     return choice.how & TOAST_BEST || size == 1 || two != two ? best : two;
@@ -287,6 +284,9 @@ int toast_log_sum_exp(const toast_vectors *x, int64_t columns, float *out) {
   return toast::reduce_rows(*x, columns, [&](int64_t row, auto sums, auto) {
     const bool ends = sums.max == INFINITY || !sums.sum;
     out[row] = ends ? sums.max : sums.max + logf(sums.sum);
+    // The sum beside infinity is none with or without NaN in the row.
+    for (int64_t k = 0; sums.max == INFINITY && k < columns; k++)
+      if (toast::rank(x->type, x->data, row * x->stride + k) == UINT32_MAX) out[row] = NAN;
   }) ? 0 : 2;
 }
 
