@@ -82,6 +82,21 @@ def test_a_library_of_a_wheel(path: str, tmp_path: Path, monkeypatch) -> None:
         (ready.READY / name).unlink()
 
 
+def test_a_library_that_ends_early(path: str, tmp_path: Path) -> None:
+    """Loading it would end the process, though its name has the digest of what is there."""
+    folder = tmp_path / "toastkit/native"
+    folder.mkdir(0o700, parents=True)
+    data = Path(path).read_bytes()
+    for size in (500_000, len(data) - 1, len(data)):
+        name = f"{Path(path).name.partition('-')[0]}-{ready.digest(data[:size])}.so"
+        (folder / name).write_bytes(data[:size])
+        code = "from toastkit.native import starting; print(starting.status().on)"
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+        assert done.stdout == f"{size == len(data)}\n".encode(), done
+        (folder / name).unlink()
+
+
 EMULATOR = shutil.which("qemu-x86_64-static") or shutil.which("qemu-x86_64")
 
 

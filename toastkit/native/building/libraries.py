@@ -89,7 +89,8 @@ def find() -> Found:
             if file.startswith(f"{name}-") and file.endswith(".so"):
                 path = os.path.join(folder(), file)
                 try:
-                    if digest(read_file(path, MAX_BYTES)) == file[len(name) + 1 : -3]:
+                    data = read_file(path, MAX_BYTES)
+                    if digest(data) == file[len(name) + 1 : -3] and _is_whole(data):
                         return Found(path)
                 except OSError as error:  # no regular file of this user's: another may be
                     odd = f"{path}: {error.strerror}"
@@ -109,6 +110,15 @@ def find() -> Found:
     except OSError as error:  # no build could take the lock
         return Found(None, f"{os.path.join(folder(), 'lock')}: {error.strerror}")
     return Found(None, f"they are {state}", pending=True)
+
+
+def _is_whole(library: bytes) -> bool:
+    """True if an ELF file of 64 bits has all of its table of sections, which linkers put last: to
+    load one that was cut off ends the process (SIGBUS)."""
+    start, size, count = (
+        int.from_bytes(library[at:end], sys.byteorder) for at, end in ((40, 48), (58, 60), (60, 62))
+    )
+    return start + size * count <= len(library)
 
 
 def _is_building() -> bool:
