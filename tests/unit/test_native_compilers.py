@@ -69,6 +69,18 @@ def test_a_compiler_that_hangs(cache: Path, cxx, tmp_path: Path, monkeypatch) ->
     await_end(int((tmp_path / "pid").read_text()))
 
 
+def test_a_compiler_that_does_nothing(cache: Path, cxx, monkeypatch) -> None:
+    """That is seen long before; one that computes is left alone."""
+    monkeypatch.setattr(compiling, "LOOK", 0.1)
+    cxx("sleep 60")
+    with pytest.raises(UnavailableError, match="did nothing for 1 s"):
+        libraries.build()
+    monkeypatch.setattr(compiling, "SECONDS", 3)
+    cxx("while :; do :; done & wait")
+    with pytest.raises(UnavailableError, match="did not end in 3 s"):
+        libraries.build()
+
+
 def test_a_compiler_that_ends_and_leaves_somebody_behind(
     cache: Path, cxx, tmp_path: Path, monkeypatch
 ) -> None:

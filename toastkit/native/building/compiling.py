@@ -8,6 +8,7 @@ import platform
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -61,6 +62,8 @@ GROUP: dict[str, Any] = (
 # For one source, of 30 s of processor time: at the lowest priority that may take long, and a build
 # that was given up is not tried again.
 SECONDS = 1800.0
+LOOK = 10.0  # seconds between two looks at what a compiler does
+MAX_IDLE = 12  # looks at one that neither computes nor waits to: it hangs
 SIGNALS_CHECK = 0.1  # seconds
 LINGERS = 1.0  # seconds to wait for the end of its output after it has exited
 MAX_OUTPUT = 1 << 18  # bytes of a compiler's output
@@ -224,7 +227,6 @@ def _wait(process: subprocess.Popen[bytes], name: str) -> bytes:
     """Wait for a compiler, and return its output. Raises ToastError if it does not end; its
     children are killed with it."""
     import resource
-    import subprocess
 
     assert process.stderr is not None
     reader = None
@@ -232,12 +234,10 @@ def _wait(process: subprocess.Popen[bytes], name: str) -> bytes:
         reader = _Reader(process.stderr)
         with suppress(ProcessLookupError, ValueError, PermissionError):  # a lower limit stays
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (MAX_BYTES, MAX_BYTES))
-        process.wait(timeout=SECONDS)
-    except BaseException as error:
+        _await_end(process, name)
+    except BaseException:
         _kill(process.pid)
         process.wait()
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise ToastError(f"{name} did not end in {SECONDS:.0f} s") from error
         raise
     finally:
         if reader is not None:
@@ -246,6 +246,33 @@ def _wait(process: subprocess.Popen[bytes], name: str) -> bytes:
                 _kill(process.pid)
                 reader.join()
     return reader.text
+
+
+def _await_end(process: subprocess.Popen[bytes], name: str) -> None:
+    """Raises ToastError if it hangs. Counts looks, as all may have been frozen between two."""
+    import subprocess
+
+    deadline, idle, before = time.monotonic() + SECONDS, 0, None
+    while time.monotonic() < deadline:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(min(LOOK, deadline - time.monotonic()))
+            return
+        seen = _doings(process.pid)
+        idle, before = idle + 1 if seen == before else 0, seen
+        if idle == MAX_IDLE:
+            raise ToastError(f"{name} did nothing for {MAX_IDLE * LOOK:.0f} s")
+    raise ToastError(f"{name} did not end in {SECONDS:.0f} s")
+
+
+def _doings(group: int) -> set[object]:
+    """What changes while a process of a group computes, or waits for a processor or a disk."""
+    found: set[object] = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            state, _, of, *rest = path.read_text("ascii", "replace").rpartition(")")[2].split()
+            if int(of) == group:
+                found.add((path, *rest[8:12]) if state not in "RD" else object())
+    return found or {object()}
 
 
 def _raise_failure(process: subprocess.Popen[bytes], output: bytes, name: str) -> None:
