@@ -186,6 +186,10 @@ def test_in_the_background_and_stopped() -> None:
         assert daemon.toast("toasted", "stop").returncode == 0
         failed = daemon.toast("toasted", "--daemon", "-m", "./nowhere")
         assert failed.returncode == 66 and failed.stderr.count(b"\n") <= 2
+        (daemon.home / "empty").mkdir()
+        here = os.path.relpath(daemon.home / "empty")
+        failed = daemon.toast("toasted", "--daemon", "-m", here)
+        assert failed.stderr == f"toasted: {here} is not a model: no config.json in it\n".encode()
         # A relative cache is that of the directory in which it was started.
         snapshot = daemon.home / "hf/hub/models--org--odd/snapshots/main"
         snapshot.mkdir(parents=True)

@@ -91,10 +91,16 @@ def checkpoint(flags: dict[str, Any]) -> ModelFiles:
 
 
 def absolute_model(model: str | None) -> str | None:
-    """A model's path made absolute, for a daemon in another directory; other names unchanged."""
+    """A model's path made absolute, for a daemon in another directory; other names unchanged.
+    Raises NoInputError for a directory that is no model, unless one of ours has its name."""
     path = os.path.expanduser(model or "crumb")
-    if path != "crumb" and any(map(os.path.isfile, (path, os.path.join(path, "config.json")))):
+    if path == "crumb" or not os.path.exists(path):
+        return model
+    if any(map(os.path.isfile, (path, os.path.join(path, "config.json")))):
         return os.path.abspath(path)
+    from toastkit.model.locate import find
+
+    find(path)
     return model
 
 
