@@ -96,7 +96,8 @@ def turn(target: str, first: int, seconds: float, done: Counter[str]) -> bool:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """That of a user with nothing in the home, and no network."""
+    """That of a user with nothing in the home, and no network. Without native products, which would
+    be built in each home, by processes of their own that nobody ends."""
     kept = {
         name: text for name, text in os.environ.items()
         if not name.startswith(("TOAST_", "HF_", "XDG_", "HUGGINGFACE_"))
@@ -105,7 +106,8 @@ def environment(home: Path) -> dict[str, str]:
         kept[f"XDG_{name}"] = str(home / name.lower())
         (home / name.lower()).mkdir(mode=0o700)
     return {**kept, "HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1",
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "unit")))}  # fmt: skip
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "unit"))),
+            "TOAST_NATIVE": "off"}  # fmt: skip
 
 
 def take_turn(target: str, first: str, seconds: str) -> None:
