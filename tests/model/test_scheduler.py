@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.model.reference import OLD_MLX_LM
 from tests.model.service_driver import Asked, Driver, Engines, FakeChannel, Plain, user
 from toastkit.daemon import stepper as stepper_module
 from toastkit.daemon.memory import Memory
@@ -100,6 +101,30 @@ def test_the_same_question_three_times(llama) -> None:
     driver.finish()
     for one, count in zip(asked, counts):
         same(one, plain, "Why?", **{**SEEDED, "max_tokens": count})
+
+
+@pytest.mark.skipif(OLD_MLX_LM, reason="the old mlx_lm has other batched caches")
+def test_a_length_like_no_other_steps_alone(llama, monkeypatch) -> None:
+    """In no batch, which it would be copied into and out of at each step; as one more than a batch
+    may have, until another leaves."""
+    engine, plain = llama
+    joins: list[int] = []
+    join = stepper_module.Batch.join
+    monkeypatch.setattr(stepper_module, "SLACK_TOKENS", 8)
+    monkeypatch.setattr(stepper_module, "can_batch", lambda engine: True)
+    monkeypatch.setattr(
+        stepper_module.Batch, "join", lambda b, states: joins.append(len(states)) or join(b, states)
+    )
+    for prompts, batches in (
+        (("Bye.", STORY * 9), []), (("Bye.", STORY * 9, "Why?"), [2]), (["Bye."] * 3, [2, 1]),
+    ):  # fmt: skip
+        driver = Driver(engine, batch=2)
+        asked = [driver.start(prompt) for prompt in prompts]
+        driver.finish()
+        for one, prompt in zip(asked, prompts):
+            same(one, plain, prompt)
+        assert joins == batches
+        joins.clear()
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "falcon_h1"])

@@ -72,10 +72,16 @@ class Stepper:
 
     def _step_together(self, states: Sequence[ScheduledState]) -> list[ScheduledState]:
         """Step all that share a batch; return the others."""
-        alone = []
+        groups: list[list[ScheduledState]] = []  # of those in no batch
         for state in states:
             if self._batch_of(state) is None:
-                self._join(state)
+                self._join(state, groups)
+        for group in groups:
+            if len(group) > 1:  # a state that joins or leaves a batch is copied
+                batch = Batch(self._engine)
+                batch.join(group)
+                self._batches.append(batch)
+        alone = [group[0] for group in groups if len(group) == 1]
         for batch in list(self._batches):
             members = [state for state in batch.members if isinstance(state, ScheduledState)]
             if len(members) == 1:
@@ -132,15 +138,23 @@ class Stepper:
                 self._say(f"{name} cannot be batched: conversations take their steps in turn")
         return bool(self._works)
 
-    def _join(self, state: ScheduledState) -> None:
-        """Put a state into the first batch with room and similar length."""
+    def _join(self, state: ScheduledState, groups: list[list[ScheduledState]]) -> None:
+        """Put a state into the first batch with room and similar length, or else into such a group
+        or a new one."""
         for batch in self._batches:
-            if len(batch.members) < self._most and _alike(batch, state):
+            if self._fits(state, batch.members):
                 batch.join([state])
                 return
-        batch = Batch(self._engine)
-        batch.join([state])
-        self._batches.append(batch)
+        for group in groups:
+            if self._fits(state, group):
+                group.append(state)
+                return
+        groups.append([state])
+
+    def _fits(self, state: ModelState, others: Sequence[ModelState]) -> bool:
+        lengths = [len(s.tokens) for s in (*others, state)]
+        alike = max(lengths) <= 2 * min(lengths) + SLACK_TOKENS
+        return alike and len(others) < self._most
 
     def _batch_of(self, state: ModelState) -> Batch | None:
         for batch in self._batches:
@@ -166,8 +180,3 @@ class Stepper:
             else:
                 if not batch.members:
                     self._batches.remove(batch)
-
-
-def _alike(batch: Batch, state: ModelState) -> bool:
-    lengths = [len(s.tokens) for s in (*batch.members, state)]
-    return max(lengths) <= 2 * min(lengths) + SLACK_TOKENS
