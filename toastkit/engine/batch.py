@@ -176,7 +176,7 @@ def can_batch(engine: Engine) -> bool | None:
     """True if states of this model can step together: its caches can be merged, and two states of
     different lengths come out as they do alone, with MoBiLE also after one is run again. (An
     architecture may ignore the padding, in its caches or, as AFM 7, in its logits alone; that shows
-    here.) None if the trial failed for a reason that may be transient. Runs some sixty tokens."""
+    here.) None if the trial failed for a reason that may be transient. Runs some fifty tokens."""
     if not all(hasattr(layer, "merge") for layer in engine.new_cache()):
         return False
     most, experts = engine.vocab - 1, engine.experts
@@ -184,7 +184,9 @@ def can_batch(engine: Engine) -> bool | None:
     falls = experts is not None and experts.options.threshold is not None
     prompts = [[min(7 + 3 * i, most) for i in range(n)] for n in (4, 40)]
     try:
-        together, alone = _states(engine, prompts), _states(engine, prompts)
+        together = _states(engine, prompts)
+        caches = [engine.counted(copy_caches(state.cache)) for state in together]
+        alone = [ModelState(c, s.tokens, s.logits) for c, s in zip(caches, together)]
         batch = Batch(engine)
         batch.join(together)
         for _ in range(2):
