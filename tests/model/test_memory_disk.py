@@ -18,6 +18,7 @@ from tests.model.service_driver import (
     user,
     words,
 )
+from toastkit.daemon import spill
 from toastkit.daemon.conversation import WORTH_KEEPING
 from toastkit.engine.engine import Engine
 from toastkit.session.directory import Session
@@ -164,6 +165,20 @@ def test_the_oldest_leave_the_disk(engines: Engines, homes: Path) -> None:
     assert chats[0].ask(driver, "Why?").cached < 40
     chats[3].goes_on(driver)
     assert len(directories(homes)) == len(driver.kept) == 2
+
+
+def test_a_turn_is_weighed_without_a_look_at_all_others(engines: Engines, monkeypatch) -> None:
+    """There may be thousands, and nobody gets a token meanwhile; another daemon's are seen late."""
+    weighed: list[Path] = []
+    size = spill._size
+    monkeypatch.setattr(spill, "_size", lambda path: weighed.append(path) or size(path))
+    driver, chats = Driver(engines("llama")[0]), [Chat(engines, "llama", f"{n}?") for n in range(4)]
+    for chat in chats:
+        chat.ask(driver)
+    assert len(weighed) == len(set(weighed)) == 4
+    monkeypatch.setattr(driver.service.memory._spill, "_look_at", 0)
+    chats[0].goes_on(driver)
+    assert len(weighed) == 8
 
 
 def test_one_over_the_budget_of_the_disk_does_not_empty_it(engines: Engines, homes: Path) -> None:

@@ -27,6 +27,7 @@ from toastkit.session.savepoints import Savepoint
 from toastkit.session.upkeep import STALE_SECONDS
 
 FINGERPRINT_DIGITS = 16
+LOOK_SECONDS = 60.0  # between two looks at all of them: other daemons may write there too
 
 
 @dataclass(eq=False)
@@ -77,6 +78,8 @@ class Spill:
         self.root = conversations_root() / f"{fingerprint[:FINGERPRINT_DIGITS]}-{variant}"
         self.budget = budget
         self._say = say
+        self._sizes: dict[Path, int] = {}  # least recently used first
+        self._look_at = 0.0
 
     def scan(self) -> list[CachedState]:
         """List what is there, least recently used first. Removes damaged ones, and what another
@@ -118,6 +121,7 @@ class Spill:
                 generation = session.generation
                 if not path.name.startswith(name):
                     # Keeps its lock, which is on the file and not on the name.
+                    self._sizes.pop(path, None)
                     path = path.rename(self._free_name(name))
         except BusyError:  # another process is writing it, as one that is asked the same
             return False
@@ -142,7 +146,13 @@ class Spill:
         """Remove the least recently used until the budget holds; return them. keep: spared, unless
         it alone exceeds the budget."""
         removed: list[Path] = []
-        sizes = {path: _size(path) for path in _by_age(self.root)}
+        if keep is not None and time.monotonic() < self._look_at:
+            self._sizes.pop(keep, None)
+            self._sizes[keep] = _size(keep)
+        else:
+            self._sizes = {path: _size(path) for path in _by_age(self.root)}
+            self._look_at = time.monotonic() + LOOK_SECONDS
+        sizes = dict(self._sizes)
         total = sum(sizes.values())
         hopeless = [path for path, size in sizes.items() if size > self.budget]
         for path in dict.fromkeys([*hopeless, *sizes]):
@@ -157,6 +167,7 @@ class Spill:
 
     def remove(self, path: Path) -> None:
         """Remove one conversation, if it is one of these."""
+        self._sizes.pop(path, None)
         if path.parent == self.root:
             shutil.rmtree(path, ignore_errors=True)
 
