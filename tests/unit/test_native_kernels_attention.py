@@ -26,9 +26,9 @@ __all__ = ["kernels"]
 pytestmark = needed
 
 
-def multiplies_bytes(kernels: Kernels) -> bool:
+def multiplies_integers(kernels: Kernels) -> bool:
     """Whether what keys and values in 8 bits meet has 16 bits there."""
-    return kernels.instructions.startswith("avx512")
+    return kernels.instructions.startswith("avx")
 
 
 def check(
@@ -43,7 +43,7 @@ def check(
     terms = abs(asked.scale) * q.max(initial=0) * k.max(initial=0) * q.shape[-1]
     share = 2.0**-23 * (terms + 20)
     most = size * (share + ROUNDING[out_type] * 1.01) + 2.0**-24
-    if multiplies_bytes(kernels):
+    if multiplies_integers(kernels):
         # Queries have 16 bits there, half a step being a share of the largest number of a row;
         # weights of values likewise, of a span.
         keys, values = (type_ == "i8" for type_ in asked.types[1:])
@@ -151,7 +151,7 @@ def test_8_bits_are_what_they_stand_for(kernels: Kernels, asked: Asked, out_type
     ]
     of = asked._replace(keys=wide[0], values=wide[1], types=(asked.types[0], "f32", "f32"))
     for _ in kernels.row_sets():
-        if not multiplies_bytes(kernels):
+        if not multiplies_integers(kernels):
             assert np.array_equal(attend(kernels, asked, out_type), attend(kernels, of, out_type))
 
 

@@ -260,7 +260,7 @@ static void scores_int8(const toast::Attention &a, const toast::Tile &tile, int6
   dispatch_rows(tile.rows,
                 [&]<int N>() { scores_of_few_int8<N>(a, tile, begin, end, space, digits); });
 }
-#else
+#elif !defined(__AVX2__)
 // Other processors read int8 as floats.
 struct Int8Workspace {};
 INLINE bool is_int8(const toast_rows &) { return false; }

@@ -1,6 +1,6 @@
 // int8 keys and values on int8 dot products. Their counterparts have 16 bits: integers with a scale
-// per row, as two base-256 digits. Integer sums are exact in any order, so few queries, many
-// queries and AMX all give the same bits.
+// per row, as two base-256 digits (AVX2: words, attention_words.h). Integer sums are exact in any
+// order, so few queries, many queries and AMX all give the same bits.
 //
 //   score = (256 * sum of upper * key + sum of lower * key) * (query scale * key scale)
 //
@@ -11,25 +11,14 @@
 #include <float.h>
 
 #include "attention_room.h"
+#include "functions.h"
 
 namespace {
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX2__)
 INLINE bool is_int8(const toast_rows &rows) { return rows.type == TOAST_I8; }
 
-constexpr float MAX_QUERY = 127 * 256 + 127;   // digits in [-127, 127] and [-128, 127]
-constexpr float MAX_WEIGHT = 255 * 256 + 255;  // both in [0, 255]
-constexpr float MIN_ROW_PEAK = 0x1p-100f;      // rows whose largest magnitude is below become zeros
-
-INLINE F32 from_digits(I32 upper, I32 lower) {
-  return multiply_add(__builtin_convertvector(upper, F32), splat(256),
-                      __builtin_convertvector(lower, F32));
-}
-
-// Mask of the first `left` bytes of a register.
-INLINE __mmask64 byte_mask(int64_t left) {
-  return left < REGISTER ? (uint64_t(1) << left) - 1 : ~uint64_t(0);
-}
+constexpr float MIN_ROW_PEAK = 0x1p-100f;  // rows whose largest magnitude is below become zeros
 
 // Quantisation step for numbers up to `max`, and its inverse, 0 if all become zeros. nan: 0, or NaN
 // if any is NaN or infinite, which the step becomes.
@@ -40,6 +29,83 @@ struct Step {
     return {(some ? max / largest : 0) + nan, some ? largest / max : 0};
   }
 };
+
+// Of `size` numbers: floats(d), those from d on.
+template <class Floats>
+INLINE Step step_of_floats(int64_t size, float largest, const Floats &floats) {
+  F32 max = {}, nan = {};
+  for (int64_t d = 0; d < size; d += LANES) {
+    const F32 v = floats(d), magnitude = (F32)((U32)v & 0x7fffffff);
+    max = maximum(magnitude, max);
+    nan += v - v;
+  }
+  return Step::of(horizontal_max(max), horizontal_sum(nan), largest);
+}
+
+// Weights times the scales of their values: 0 where that would be subnormal (see `exponential`),
+// which is less than half a step of any span that is not all zeros. By the sum of both exponents,
+// before they are multiplied.
+INLINE F32 times_scales(F32 weights, F32 scales) {
+  const U32 size = ((U32)weights & 0x7fffffff) + ((U32)scales & 0x7fffffff);
+  const U32 least = U32{} + (bits_of(1) + bits_of(0x1p-125f));
+  return (size < least ? F32{} : weights) * scales;
+}
+
+// Multiplies a row's weights, (keys), by `scales`, in place; returns their step. Both are padded
+// with zeros to a multiple of LANES. NaN becomes 0, and the step NaN.
+INLINE Step scale_weights(float *weights, const float *scales, int64_t keys, float largest) {
+  F32 max = {}, nan = {};
+  for (int64_t j = 0; j < keys; j += LANES) {
+    const F32 v = times_scales(load<F32>(weights + j), load<F32>(scales + j));
+    store(weights + j, v);
+    max = maximum(v, max);
+    nan = multiply_add(v, F32{}, nan);
+  }
+  return Step::of(horizontal_max(max), horizontal_sum(nan), largest);
+}
+
+// The same for LANES rows side by side, (keys, LANES), `stride` apart; stores their steps, and
+// returns the inverse ones.
+INLINE F32 scale_lanes(float *weights, const float *scales, int64_t stride, int64_t keys,
+                       float largest, float *steps) {
+  F32 max = {}, nan = {}, inverse_step;
+  for (int64_t j = 0; j < keys; j++) {
+    const F32 v = times_scales(load<F32>(weights + j * stride), splat(scales[j]));
+    store(weights + j * stride, v);
+    max = maximum(v, max);
+    nan += v - v;
+  }
+  for (int i = 0; i < LANES; i++) {
+    const Step step = Step::of(max[i], nan[i], largest);
+    steps[i] = step.step, inverse_step[i] = step.inverse_step;
+  }
+  return inverse_step;
+}
+
+// Scales of a head's rows, zero-padded to a multiple of LANES.
+INLINE void load_scales(const char *rows, int64_t stride, int64_t size, int64_t count, float *to) {
+  for (int64_t j = 0; j < count; j++) to[j] = scale_of(rows + j * stride, size);
+  for (int64_t j = count; j % LANES; j++) to[j] = 0;
+}
+
+// Keys whose values stay in L1 while their parts are met in turn by one tile of queries, which
+// would otherwise wait for L2.
+constexpr int64_t BLOCK_VALUES = 128;
+#endif
+
+#if defined(__AVX512VNNI__)
+constexpr float MAX_QUERY = 127 * 256 + 127;   // digits in [-127, 127] and [-128, 127]
+constexpr float MAX_WEIGHT = 255 * 256 + 255;  // both in [0, 255]
+
+INLINE F32 from_digits(I32 upper, I32 lower) {
+  return multiply_add(__builtin_convertvector(upper, F32), splat(256),
+                      __builtin_convertvector(lower, F32));
+}
+
+// Mask of the first `left` bytes of a register.
+INLINE __mmask64 byte_mask(int64_t left) {
+  return left < REGISTER ? (uint64_t(1) << left) - 1 : ~uint64_t(0);
+}
 
 // A query's step, and the sums of its upper and lower digits.
 struct QuantisedQuery {
@@ -58,13 +124,7 @@ INLINE QuantisedQuery quantise_query(const toast::Attention &a, const toast::Til
     return d < size ? some_floats_at(call.queries.type, query, d, int(size - d)) * call.scale
                     : F32{};
   };
-  F32 max = {}, nan = {};
-  for (int64_t d = 0; d < size; d += LANES) {
-    const F32 v = floats(d), magnitude = (F32)((U32)v & 0x7fffffff);
-    max = maximum(magnitude, max);
-    nan += v - v;
-  }
-  const Step step = Step::of(_mm512_reduce_max_ps((__m512)max), horizontal_sum(nan), MAX_QUERY);
+  const Step step = step_of_floats(size, MAX_QUERY, floats);
   I32 uppers = {}, lowers = {};
   for (int64_t d = 0; d < stride; d += LANES) {
     const I32 v = step.inverse_step ? round_to_int(floats(d) * step.inverse_step) : I32{};
@@ -77,29 +137,12 @@ INLINE QuantisedQuery quantise_query(const toast::Attention &a, const toast::Til
           {_mm512_reduce_add_epi32((__m512i)uppers), _mm512_reduce_add_epi32((__m512i)lowers)}};
 }
 
-// Weights times the scales of their values: 0 where that would be subnormal (see `exponential`),
-// which is less than half a step of any span that is not all zeros. By the sum of both exponents,
-// before they are multiplied.
-INLINE F32 times_scales(F32 weights, F32 scales) {
-  const U32 size = ((U32)weights & 0x7fffffff) + ((U32)scales & 0x7fffffff);
-  const U32 least = U32{} + (bits_of(1) + bits_of(0x1p-125f));
-  return (size < least ? F32{} : weights) * scales;
-}
-
 // Quantises a row's weights, (keys), times `scales` (in place) to digits; returns the step.
-// weights, scales and digits are padded with zeros to a multiple of LANES. NaN becomes 0, and the
-// step NaN. between() is called once per LANES keys.
+// Digits are padded with zeros to a multiple of LANES. between() is called once per LANES keys.
 template <class Between>
 INLINE float quantise_weights(float *weights, const float *scales, int64_t keys, uint8_t *upper,
                               uint8_t *lower, const Between &between) {
-  F32 max = {}, nan = {};
-  for (int64_t j = 0; j < keys; j += LANES) {
-    const F32 v = times_scales(load<F32>(weights + j), load<F32>(scales + j));
-    store(weights + j, v);
-    max = maximum(v, max);
-    nan = multiply_add(v, F32{}, nan);
-  }
-  const Step step = Step::of(_mm512_reduce_max_ps((__m512)max), horizontal_sum(nan), MAX_WEIGHT);
+  const Step step = scale_weights(weights, scales, keys, MAX_WEIGHT);
   for (int64_t j = 0; j < keys; j += LANES) {
     between();
     const I32 v = round_to_int(load<F32>(weights + j) * step.inverse_step);
@@ -108,16 +151,6 @@ INLINE float quantise_weights(float *weights, const float *scales, int64_t keys,
   }
   return step.step;
 }
-
-// Scales of a head's rows, zero-padded to a multiple of LANES.
-INLINE void load_scales(const char *rows, int64_t stride, int64_t size, int64_t count, float *to) {
-  for (int64_t j = 0; j < count; j++) to[j] = scale_of(rows + j * stride, size);
-  for (int64_t j = count; j % LANES; j++) to[j] = 0;
-}
-
-// Keys whose values stay in L1 while their parts are met in turn by one tile of queries, which
-// would otherwise wait for L2.
-constexpr int64_t BLOCK_VALUES = 128;
 
 // Interleaves four keys' values bytewise, to words of four keys: the first eight (HIGH: last eight)
 // of each 16 of REGISTER elements, in two registers. at: offsets of the keys.

@@ -9,6 +9,14 @@ namespace {
 constexpr int64_t BLOCK_KEYS = 32;  // keys whose values all queries meet while cached
 constexpr int64_t KEYS_AHEAD = 64;  // prefetch distance in keys, with one head
 
+// Rows of a tile of scores, of two vectors and of four, and of weighted values. With sixteen
+// registers twelve sums, as a load is needed for each of eight, and there are two in a clock.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int DOT_ROWS = 6, WIDE_DOT_ROWS = 3, WEIGH_ROWS = 6;
+#else
+constexpr int DOT_ROWS = TILE_M, WIDE_DOT_ROWS = TILE_M, WEIGH_ROWS = TILE_M;
+#endif
+
 // Positions, with several adjacent heads.
 INLINE int64_t keys_ahead(int64_t heads) {
   return KEYS_AHEAD / heads > LANES ? KEYS_AHEAD / heads : LANES;
@@ -114,6 +122,18 @@ static void dot_columns(const float *columns, const float *rows, int64_t stride,
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) sums[n][v] = F32{};
   for (int64_t d = 0; d < size; d++) {
+    if constexpr (N < V) {  // the fewer ones stay in registers, the others come as they are met
+      F32 numbers[N];
+#pragma GCC unroll 8
+      for (int n = 0; n < N; n++) numbers[n] = splat(rows[n * stride + d]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) {
+        const F32 column = load<F32>(columns + (d * V + v) * LANES);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) sums[n][v] = multiply_add(numbers[n], column, sums[n][v]);
+      }
+      continue;
+    }
     F32 column[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) column[v] = load<F32>(columns + (d * V + v) * LANES);
@@ -130,30 +150,33 @@ static void dot_columns(const float *columns, const float *rows, int64_t stride,
     for (int v = 0; v < V; v++) store(out + (n * V + v) * LANES, sums[n][v]);
 }
 
-// Calls work.operator()<N>(first) over `count` rows, TILE_M at a time, then 4, 2, 1.
-template <class Work>
+// Calls work.operator()<N>(first) over `count` rows, MOST at a time, then 4, 2, 1.
+template <int MOST = TILE_M, class Work>
 INLINE void by_row_tiles(int64_t count, const Work &work) {
   int64_t n = 0;
-  for (; n + TILE_M <= count; n += TILE_M) work.template operator()<TILE_M>(n);
-  if (TILE_M > 4 && n + 4 <= count) work.template operator()<4>(n), n += 4;
-  if (TILE_M > 2 && n + 2 <= count) work.template operator()<2>(n), n += 2;
+  for (; n + MOST <= count; n += MOST) work.template operator()<MOST>(n);
+  if (MOST > 4 && n + 4 <= count) work.template operator()<4>(n), n += 4;
+  if (MOST > 2 && n + 2 <= count) work.template operator()<2>(n), n += 2;
   if (n < count) work.template operator()<1>(n);
 }
 
+// Of up to DOT_ROWS rows.
 INLINE void dot_all(int vectors, const float *columns, const float *rows, int64_t stride,
                     int64_t count, int64_t size, float *out) {
-  by_row_tiles(count, [&]<int N>(int64_t n) {
-    const float *from = rows + n * stride;
-    float *to = out + n * vectors * LANES;
-    if (vectors == 1) return dot_columns<1, N>(columns, from, stride, size, to);
-    if (vectors == 2) return dot_columns<2, N>(columns, from, stride, size, to);
-    dot_columns<4, N>(columns, from, stride, size, to);
+  auto dot = [&]<int V, int N>(int64_t n) {
+    dot_columns<V, N>(columns, rows + n * stride, stride, size, out + n * V * LANES);
+  };
+  if (vectors > 2)
+    return by_row_tiles<WIDE_DOT_ROWS>(
+        count, [&]<int N>(int64_t n) { dot.template operator()<4, N>(n); });
+  by_row_tiles<DOT_ROWS>(count, [&]<int N>(int64_t n) {
+    vectors == 1 ? dot.template operator()<1, N>(n) : dot.template operator()<2, N>(n);
   });
 }
 
 // out[m][d] += sum over keys of weights[key][m] * values[key][d], for M rows and V registers,
-// partial if V is 1. left: elements of a row from d on.
-template <int TYPE, int M, int V>
+// partial if V is 1. left: elements of a row from d on. MANY: the weights of a key are adjacent.
+template <int TYPE, int M, int V, bool MANY>
 static void weigh_tile(const float *weights, int64_t weight_stride, int64_t key_stride,
                        const char *values, int64_t stride, int64_t left, RowPrefetch ahead,
                        int64_t keys, float *out, int64_t out_stride) {
@@ -175,7 +198,7 @@ static void weigh_tile(const float *weights, int64_t weight_stride, int64_t key_
     ahead.fetch();
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
-      F32 weight = splat(weights[j * key_stride + m * weight_stride]);
+      F32 weight = splat(weights[j * key_stride + (MANY ? m : m * weight_stride)]);
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) sums[m][v] = multiply_add(weight, value[v], sums[m][v]);
     }
@@ -188,31 +211,33 @@ static void weigh_tile(const float *weights, int64_t weight_stride, int64_t key_
 
 // weigh_tile for all rows and elements of adjacent heads, in blocks of keys. head_weights: weights
 // from one head to the next.
-template <int TYPE>
+template <int TYPE, bool MANY>
 static void weigh_all(const float *weights, int64_t weight_stride, int64_t key_stride,
                       int64_t head_weights, const char *values, int64_t stride, int64_t keys,
                       int64_t heads, int64_t rows, int64_t size, float *out, int64_t out_stride) {
-  constexpr int64_t WIDTH = TILE_N * LANES, SIZE = Dtype<TYPE>::SIZE;
+  constexpr int64_t SIZE = Dtype<TYPE>::SIZE;
   const int64_t row = row_bytes<TYPE>(size);
   for (int64_t n = 0; n < (keys + BLOCK_KEYS - 1) / BLOCK_KEYS * heads; n++) {
     const int64_t j = n / heads * BLOCK_KEYS, h = n % heads;
     const int64_t some = keys - j < BLOCK_KEYS ? keys - j : BLOCK_KEYS;
-    by_row_tiles(rows, [&]<int M>(int64_t m) {
+    by_row_tiles<MANY ? WEIGH_ROWS : TILE_M>(rows, [&]<int M>(int64_t m) {
+      constexpr int V = M > TILE_M ? TILE_N / 2 : TILE_N, WIDTH = V * LANES;
       const float *from = weights + h * head_weights + j * key_stride + m * weight_stride;
       const char *next = values + (j + some) * stride, *block = values + j * stride + h * row;
       float *to = out + (h * rows + m) * out_stride;
-      // This tile's share of the next block.
+      // This tile's share of the next block; of MANY rows the first tile takes all of it.
+      const int64_t met = MANY ? 0 : m, share = MANY ? (m ? 0 : rows) : M;
       auto ahead = [&](int64_t d, int64_t width) {
-        return RowPrefetch::of(next, h * row * some + (size * m + d * M) * SIZE * some / rows,
-                               width * SIZE * M / rows, heads * row, stride);
+        return RowPrefetch::of(next, h * row * some + (size * met + d * share) * SIZE * some / rows,
+                               width * SIZE * share / rows, heads * row, stride);
       };
       int64_t d = 0;
       for (; d + WIDTH <= size; d += WIDTH)
-        weigh_tile<TYPE, M, TILE_N>(from, weight_stride, key_stride, block + d * SIZE, stride,
-                                    size - d, ahead(d, WIDTH), some, to + d, out_stride);
+        weigh_tile<TYPE, M, V, MANY>(from, weight_stride, key_stride, block + d * SIZE, stride,
+                                     size - d, ahead(d, WIDTH), some, to + d, out_stride);
       for (; d < size; d += LANES)
-        weigh_tile<TYPE, M, 1>(from, weight_stride, key_stride, block + d * SIZE, stride, size - d,
-                               ahead(d, LANES), some, to + d, out_stride);
+        weigh_tile<TYPE, M, 1, MANY>(from, weight_stride, key_stride, block + d * SIZE, stride,
+                                     size - d, ahead(d, LANES), some, to + d, out_stride);
     });
   }
 }

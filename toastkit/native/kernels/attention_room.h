@@ -11,13 +11,13 @@ constexpr int TILE_QUERIES = 4 * LANES;         // queries of a tile, one per la
 constexpr int64_t SCORES_STRIDE = toast::SPAN;  // floats per query, if few
 
 // Calls work.operator()<TYPE>() for the type of keys or values that are read as floats. int8 is not
-// where there are int8 dot products (attention_bytes.h): that code took a minute to compile.
+// where it is multiplied as integers (attention_digits.h): that code took a minute to compile.
 template <class Work>
 INLINE void dispatch_type(int type, const Work &work) {
   if (type == TOAST_F32) return work.template operator()<TOAST_F32>();
   if (type == TOAST_F16) return work.template operator()<TOAST_F16>();
   if (type == TOAST_BF16) return work.template operator()<TOAST_BF16>();
-#if !defined(__AVX512VNNI__)
+#if !defined(__AVX2__)
   work.template operator()<TOAST_I8>();
 #endif
 }
@@ -52,7 +52,7 @@ INLINE void dispatch_rows(int64_t rows, const Work &work) {
 
 INLINE int64_t value_floats(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
-// Workspace of a span. queries: rows if few, else columns. keys: TILE_M, as float32. scores: (rows,
+// Workspace of a span. queries: rows if few, else columns. keys: DOT_ROWS, as float32. scores: (rows,
 // SPAN) if few, else (SPAN, lanes).
 struct Workspace {
   float *queries, *scores, *keys;
@@ -61,11 +61,18 @@ struct Workspace {
 INLINE bool make_workspace(const toast::Attention &a, Workspace *space) {
   const int64_t row = value_floats(a.call->key_size) + LANES;
   const int64_t queries = row * TILE_QUERIES, scores = toast::SPAN * TILE_QUERIES;
-  const int64_t floats = queries + scores + TILE_M * row;
+  const int64_t floats = queries + scores + DOT_ROWS * row;
   auto memory = static_cast<float *>(toast::scratch(toast::SCORES, floats * sizeof(float)));
   if (!memory) return false;
   *space = {memory, memory + queries, memory + queries + scores};
   return true;
+}
+
+// Gives the next `numbers` elements of `memory` to `place`.
+template <class Number>
+INLINE void carve(char *&memory, Number *&place, int64_t numbers) {
+  place = reinterpret_cast<Number *>(memory);
+  memory += numbers * sizeof *place;
 }
 
 #if defined(__AVX512VNNI__)
@@ -84,13 +91,6 @@ struct Int8Workspace {
   uint8_t *keys, *values;
   float *query_steps, *weight_steps, *scales;
 };
-
-// Gives the next `numbers` elements of `memory` to `place`.
-template <class Number>
-INLINE void carve(char *&memory, Number *&place, int64_t numbers) {
-  place = reinterpret_cast<Number *>(memory);
-  memory += numbers * sizeof *place;
-}
 
 INLINE int64_t padded_row(int64_t size) { return (size + REGISTER - 1) / REGISTER * REGISTER; }
 

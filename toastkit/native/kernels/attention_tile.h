@@ -98,8 +98,8 @@ static void scores_of_many(const toast::Attention &a, const toast::Tile &tile, i
                        : call.queries.type == TOAST_F16 ? transpose_queries<TOAST_F16>
                                                         : transpose_queries<TOAST_BF16>;
   transpose_all(a, tile, vectors, space.queries);
-  for (int64_t j = begin; j < end; j += TILE_M) {
-    const int64_t count = end - j < TILE_M ? end - j : TILE_M;
+  for (int64_t j = begin; j < end; j += DOT_ROWS) {
+    const int64_t count = end - j < DOT_ROWS ? end - j : DOT_ROWS;
     const char *keys = row_of(call.keys, tile.batch, tile.head, j);
     float *to = space.scores + (j - begin) * vectors * LANES;
     for (int64_t n = 0; n < count; n++)
@@ -124,9 +124,11 @@ static void weigh_values(const toast::Attention &a, const toast::Tile &tile, int
   const toast_rows &values = a.call->values;
   const char *from = row_of(values, tile.batch, tile.head, begin);
   dispatch_type(values.type, [&]<int TYPE>() {
-    weigh_all<TYPE>(weights, weight_stride, key_stride, head_weights, from,
-                    values.strides[2] * Dtype<TYPE>::SIZE, keys, tile.heads, tile.rows,
-                    a.call->value_size, out, a.row_floats);
+    constexpr bool MANY = WEIGH_ROWS > TILE_M;
+    auto weigh = MANY && weight_stride == 1 ? weigh_all<TYPE, MANY> : weigh_all<TYPE, false>;
+    weigh(weights, weight_stride, key_stride, head_weights, from,
+          values.strides[2] * Dtype<TYPE>::SIZE, keys, tile.heads, tile.rows, a.call->value_size,
+          out, a.row_floats);
   });
 }
 

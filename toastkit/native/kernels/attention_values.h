@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_bytes.h"
+#include "attention_words.h"
 
 namespace {
 
@@ -10,17 +11,8 @@ namespace {
 // lanes).
 static void quantise_weights_of_lanes(const Int8Workspace &to, int64_t r, float *weights,
                                       int64_t lanes, int64_t keys) {
-  F32 max = {}, nan = {}, inverse_step;
-  for (int64_t j = 0; j < keys; j++) {
-    const F32 v = times_scales(load<F32>(weights + j * lanes), splat(to.scales[j]));
-    store(weights + j * lanes, v);
-    max = maximum(v, max);
-    nan += v - v;
-  }
-  for (int i = 0; i < LANES; i++) {
-    const Step step = Step::of(max[i], nan[i], MAX_WEIGHT);
-    to.weight_steps[r + i] = step.step, inverse_step[i] = step.inverse_step;
-  }
+  const F32 inverse_step =
+      scale_lanes(weights, to.scales, lanes, keys, MAX_WEIGHT, to.weight_steps + r);
   for (int64_t j = 0; j < keys; j += 4) {
     I32 words[2] = {};
     for (int i = 0; i < 4 && j + i < keys; i++) {
@@ -125,7 +117,7 @@ static void weigh_values_int8(const toast::Attention &a, const toast::Tile &tile
     weights += head_weights, out += rows * a.row_floats;
   }
 }
-#else
+#elif !defined(__AVX2__)
 template <bool FEW, class... Rest>
 INLINE void weigh_values_int8(const Rest &...) {}
 #endif

@@ -1,6 +1,8 @@
 // Vectorised exp, softplus, sin and cos, to within a few units in the last place.
 #pragma once
 
+#include <math.h>
+
 #include "lanes.h"
 
 namespace {
@@ -20,16 +22,19 @@ INLINE float horizontal_max(F32 v) {
   return part[0];
 }
 
-// The least number whose exponential is no less than 2^-126, the smallest normal number.
-constexpr float LEAST_EXPONENT = -0x1.5d589ep6f;
+// The least number whose exponential is no less than 2^-126, the smallest normal number, and the
+// largest whose exponential is finite.
+constexpr float LEAST_EXPONENT = -0x1.5d589ep6f, MOST_EXPONENT = 0x1.62e42ep6f;
 
 // NaN stays NaN. 0 in place of a subnormal number, and not by the arithmetic: Intel's processors
 // take over a hundred clocks where a result is subnormal, and as many wherever it is used.
 INLINE F32 exponential(F32 x) {
-  constexpr float MAGIC = 0x1.8p23f;  // adding it rounds to an integer
-  x = minimum(splat(100.0f), x);      // infinity from there on; keeps NaN
+  constexpr float MAGIC = 0x1.8p23f;  // adding it rounds to an integer, which are the low bits
+#if defined(__AVX512F__)
+  x = minimum(splat(100.0f), x);  // infinity from there on; keeps NaN
   const auto underflows = x < splat(LEAST_EXPONENT);
   x = underflows ? F32{} : x;
+#endif
   F32 rounded = multiply_add(x, splat(0x1.715476p0f), splat(MAGIC));
   F32 n = rounded - MAGIC;
   F32 r = multiply_add(n, splat(-0x1.63p-1f), x);  // Cody-Waite: n * these few digits is exact
@@ -39,8 +44,15 @@ INLINE F32 exponential(F32 x) {
   p = multiply_add(p, r, splat(4.1665795894e-2f));
   p = multiply_add(p, r, splat(1.6666665459e-1f));
   p = multiply_add(p, r, splat(5.0000001201e-1f));
-  const F32 y = times_power_of_two(multiply_add(p * r, r, r) + 1.0f, n);
+  p = multiply_add(p * r, r, r) + 1.0f;
+#if defined(__AVX512F__)
+  const F32 y = (F32)_mm512_scalef_ps((__m512)p, (__m512)n);
   return underflows ? F32{} : y;
+#else
+  F32 y = (F32)((U32)p + ((U32)rounded << 23));  // times 2^n, as both are normal
+  y = x <= splat(MOST_EXPONENT) ? y : x + INFINITY;
+  return x < splat(LEAST_EXPONENT) ? F32{} : y;
+#endif
 }
 
 // log(1 + exp(x)): with z = exp(-|x|) <= 1, log(1 + z) = 2 artanh(z / (2 + z)).

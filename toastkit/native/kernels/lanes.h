@@ -90,18 +90,6 @@ INLINE F32 minimum(F32 a, F32 b) {
 #endif
 }
 
-// x * 2^n, rounded once; n: integers from -126 to 145.
-INLINE F32 times_power_of_two(F32 x, F32 n) {
-#if defined(__AVX512F__)
-  return (F32)_mm512_scalef_ps((__m512)x, (__m512)n);
-#else
-  constexpr float MAGIC = 0x1.8p23f;  // the low bits of n + MAGIC are n
-  const I32 power = (I32)(n + MAGIC) - (I32)splat(MAGIC);
-  const I32 half = power >> 1;  // both factors are normal numbers
-  return x * (F32)((half + 127) << 23) * (F32)((power - half + 127) << 23);
-#endif
-}
-
 #if defined(__AVX2__) || defined(__aarch64__)
 INLINE I32 round_to_int(F32 v) {  // half to even
 #if defined(__AVX512F__)
@@ -120,6 +108,11 @@ INLINE float horizontal_sum(F32 v) {
 #elif defined(__aarch64__)  // the order of the loop below, in registers
   const float32x2_t half = vadd_f32(vget_low_f32((float32x4_t)v), vget_high_f32((float32x4_t)v));
   return vget_lane_f32(half, 0) + vget_lane_f32(half, 1);
+#elif defined(__AVX2__)  // likewise
+  const __m256 all = (__m256)v;
+  const __m128 half = _mm256_castps256_ps128(all) + _mm256_extractf128_ps(all, 1);
+  const __m128 pair = half + _mm_movehl_ps(half, half);
+  return pair[0] + pair[1];
 #else
   float part[LANES];
   store(part, v);
