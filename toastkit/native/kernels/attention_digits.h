@@ -87,10 +87,6 @@ INLINE void load_scales(const char *rows, int64_t stride, int64_t size, int64_t 
   for (int64_t j = 0; j < count; j++) to[j] = scale_of(rows + j * stride, size);
   for (int64_t j = count; j % LANES; j++) to[j] = 0;
 }
-
-// Keys whose values stay in L1 while their parts are met in turn by one tile of queries, which
-// would otherwise wait for L2.
-constexpr int64_t BLOCK_VALUES = 128;
 #endif
 
 #if defined(__AVX512VNNI__)

@@ -75,6 +75,10 @@ INLINE void carve(char *&memory, Number *&place, int64_t numbers) {
   memory += numbers * sizeof *place;
 }
 
+// Keys whose values stay in L1 while their parts are met in turn by one tile of queries, which
+// would otherwise wait for L2.
+constexpr int64_t BLOCK_VALUES = 128;
+
 #if defined(__AVX512VNNI__)
 constexpr int64_t REGISTER = 4 * LANES;          // bytes of one
 constexpr int64_t SPAN_WORDS = toast::SPAN / 4;  // 4-byte words of a span's weights
@@ -119,6 +123,37 @@ INLINE bool make_int8_workspace(const toast::Attention &a, Int8Workspace *digits
   carve(memory, digits->query_steps, TILE_QUERIES);
   carve(memory, digits->weight_steps, TILE_QUERIES);
   carve(memory, digits->scales, toast::SPAN);
+  return true;
+}
+#elif defined(__AVX2__)
+constexpr int64_t WORDS = 2 * LANES;  // per register
+
+// int8 workspace of a span, in words of 16 bits. queries: (TILE_QUERIES, stride); if few, blocks of
+// WORDS of up to four in turn. columns, if many: (stride / 2, lanes) pairs. keys: (TILE_M, stride).
+// weights: pairs of keys, (rows, SPAN / 2) if few, else (SPAN / 2, lanes). values: pairs of keys,
+// (BLOCK_VALUES / 2, WORDS). weighted: int32 accumulators, (blocks of WORDS, rows, WORDS).
+struct Int8Workspace {
+  int64_t stride;
+  int16_t *queries, *columns, *keys, *weights, *values;
+  int32_t *weighted;
+  float *query_steps, *weight_steps, *scales;
+};
+
+INLINE int64_t padded_words(int64_t size) { return (size + WORDS - 1) / WORDS * WORDS; }
+
+INLINE bool make_int8_workspace(const toast::Attention &a, Int8Workspace *to) {
+  const int64_t stride = to->stride = padded_words(a.call->key_size);
+  const int64_t queries = TILE_QUERIES * stride, weights = TILE_QUERIES * toast::SPAN;
+  const int64_t weighted = TILE_QUERIES * padded_words(a.call->value_size);
+  const int64_t words = 2 * queries + TILE_M * stride + weights + BLOCK_VALUES * WORDS;
+  const int64_t bytes = 2 * words + 4 * (weighted + 2 * TILE_QUERIES + toast::SPAN);
+  auto memory = static_cast<char *>(toast::scratch(toast::BYTES, bytes));
+  if (!memory) return false;
+  carve(memory, to->queries, queries), carve(memory, to->columns, queries);
+  carve(memory, to->keys, TILE_M * stride), carve(memory, to->weights, weights);
+  carve(memory, to->values, BLOCK_VALUES * WORDS), carve(memory, to->weighted, weighted);
+  carve(memory, to->query_steps, TILE_QUERIES), carve(memory, to->weight_steps, TILE_QUERIES);
+  carve(memory, to->scales, toast::SPAN);
   return true;
 }
 #endif

@@ -10,9 +10,7 @@
 namespace {
 
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
-constexpr int64_t WORDS = 2 * LANES;             // per register
-constexpr float MAX_WEIGHT = 32767;              // times 128 and SPAN: below 2^31
-constexpr int64_t SPAN_PAIRS = toast::SPAN / 2;  // pairs of keys, whose weights are side by side
+constexpr float MAX_WEIGHT = 32767;  // times 128 and SPAN: below 2^31
 static_assert(MAX_WEIGHT * 128 * toast::SPAN < 0x1p31f);
 
 typedef int16_t I16 __attribute__((vector_size(2 * WORDS)));
@@ -27,35 +25,6 @@ INLINE I16 splat_pair(const int16_t *p) { return (I16)(load<int32_t>(p) - I32{})
 INLINE void store_words(int16_t *to, I32 v) {
   const __m256i all = (__m256i)v;
   store(to, _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
-}
-
-// Workspace of a span. queries: words of a row, `stride` each, in the order of `block_of`. columns:
-// the same of many queries, (stride / 2, lanes) pairs. keys: words, (TILE_M, stride). weights:
-// pairs of keys, (rows, SPAN_PAIRS) if few, else (SPAN_PAIRS, lanes). values: pairs of keys,
-// (BLOCK_VALUES / 2, WORDS). weighted: (value blocks, rows, WORDS).
-struct Int8Workspace {
-  int64_t stride;
-  int16_t *queries, *columns, *keys, *weights, *values;
-  int32_t *weighted;
-  float *query_steps, *weight_steps, *scales;
-};
-
-INLINE int64_t padded_words(int64_t size) { return (size + WORDS - 1) / WORDS * WORDS; }
-
-INLINE bool make_int8_workspace(const toast::Attention &a, Int8Workspace *to) {
-  const int64_t stride = to->stride = padded_words(a.call->key_size);
-  const int64_t queries = TILE_QUERIES * stride, weights = TILE_QUERIES * toast::SPAN;
-  const int64_t weighted = TILE_QUERIES * padded_words(a.call->value_size);
-  const int64_t words = 2 * queries + TILE_M * stride + weights + BLOCK_VALUES * WORDS;
-  const int64_t bytes = 2 * words + 4 * (weighted + 2 * TILE_QUERIES + toast::SPAN);
-  auto memory = static_cast<char *>(toast::scratch(toast::BYTES, bytes));
-  if (!memory) return false;
-  carve(memory, to->queries, queries), carve(memory, to->columns, queries);
-  carve(memory, to->keys, TILE_M * stride), carve(memory, to->weights, weights);
-  carve(memory, to->values, BLOCK_VALUES * WORDS), carve(memory, to->weighted, weighted);
-  carve(memory, to->query_steps, TILE_QUERIES), carve(memory, to->weight_steps, TILE_QUERIES);
-  carve(memory, to->scales, toast::SPAN);
-  return true;
 }
 
 static int64_t prepared_bytes(const toast::Attention &, int64_t, int64_t) { return 0; }

@@ -102,9 +102,9 @@ typedef struct {
 // float32 arithmetic gives. A result depends only on what its query sees, counted from the first
 // key that any query of its batch sees: the same bits in any batch, with any left padding, and
 // however many queries there are per call. But a hidden infinity or NaN may make it NaN (0 * inf).
-// Where the processor has int8 dot products, int8 keys and values meet 16-bit fixed-point operands:
-// queries with a scale each, softmax weights with one per query and span. Returns 0; 1 for
-// unsupported arguments or no keys; 2 if out of memory.
+// With AVX2 and AVX-512 VNNI int8 keys and values meet 16-bit fixed-point operands: queries with a
+// scale each, softmax weights with one per query and span. Returns 0; 1 for unsupported arguments
+// or no keys; 2 if out of memory.
 TOAST_API int toast_attend(const toast_attention *call, void *out, const int64_t *out_strides,
                            int32_t out_type);
 

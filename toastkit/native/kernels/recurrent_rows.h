@@ -140,6 +140,8 @@ INLINE void stream_row(float *to, const float *from, int64_t count) {
   one_by_one(before_line < count ? before_line : count);
 #if defined(__AVX512F__)
   for (; i + 16 <= count; i += 16) _mm512_stream_ps(to + i, _mm512_loadu_ps(from + i));
+#elif defined(__AVX2__)
+  for (; i + 8 <= count; i += 8) _mm256_stream_ps(to + i, _mm256_loadu_ps(from + i));
 #endif
   for (; i + 4 <= count; i += 4) _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
   one_by_one(count);

@@ -268,14 +268,34 @@ INLINE F32 position_at(const toast_convolution &c, int64_t batch, int64_t t, int
   return c.before ? some_floats_at(c.type, c.before, row + channel, some) : F32{};
 }
 
+// Weights of channels by position, then their biases.
+static void load_taps(const toast_convolution &c, int64_t first, int64_t end,
+                      float (*taps)[toast::CHANNEL_BLOCK]) {
+  for (int64_t i = first; i < end; i++)
+    taps[c.kernel][i - first] = c.bias ? float_at(c.weight_type, c.bias, i) : 0;
+  auto weights = static_cast<const float *>(c.weight);  // if float32
+  int64_t i = first;
+  // Whole registers, which end before the last weight.
+  const bool whole = c.weight_type == TOAST_F32 && c.kernel <= LANES;
+  for (; whole && i + LANES <= end && (i + LANES - 1 - c.channels) * c.kernel + LANES <= 0;
+       i += LANES) {
+    F32 r[LANES];
+#pragma GCC unroll 16
+    for (int k = 0; k < LANES; k++) r[k] = load<F32>(weights + (i + k) * c.kernel);
+    transpose(r);
+#pragma GCC unroll 16
+    for (int j = 0; j < LANES; j++)
+      if (j < c.kernel) store(taps[j] + i - first, r[j]);
+  }
+  for (; i < end; i++)
+    for (int64_t j = 0; j < c.kernel; j++)
+      taps[j][i - first] = float_at(c.weight_type, c.weight, i * c.kernel + j);
+}
+
 static void convolve_channels(const toast_convolution &c, int64_t batch, int64_t first,
                               int64_t end, void *out, int out_type) {
-  float weights[toast::MAX_KERNEL + 1][toast::CHANNEL_BLOCK];  // by position, then the bias
-  for (int64_t i = 0; i < end - first; i++) {
-    for (int64_t j = 0; j < c.kernel; j++)
-      weights[j][i] = float_at(c.weight_type, c.weight, (first + i) * c.kernel + j);
-    weights[c.kernel][i] = c.bias ? float_at(c.weight_type, c.bias, first + i) : 0;
-  }
+  float weights[toast::MAX_KERNEL + 1][toast::CHANNEL_BLOCK];
+  load_taps(c, first, end, weights);
   const float *x = static_cast<const float *>(c.x) + batch * c.strides[0];  // if float32
   for (int64_t t = 0; t < c.length; t++) {
     const int64_t from = t - c.kernel + 1;
