@@ -155,6 +155,20 @@ def test_8_bits_are_what_they_stand_for(kernels: Kernels, asked: Asked, out_type
             assert np.array_equal(attend(kernels, asked, out_type), attend(kernels, of, out_type))
 
 
+@pytest.mark.parametrize("size", [128, 516, 517, 1100])
+def test_the_largest_sums_fit(kernels: Kernels, size: int) -> None:
+    """Of numbers that are all the largest, of the least that a byte can be, too."""
+    for repeats in (1, 4, 30):
+        queries = np.ones((1, repeats, 1, size), np.float32)
+        keys, values = (stored(np.ones((1, 1, 1024, n), np.float32), "i8") for n in (size, 24))
+        keys[..., ::2, :size] = -128
+        values[..., 256:, :24] = -128
+        asked = Asked(queries, keys, values, ("f32", "i8", "i8"), 1 / size)
+        known = wanted(asked)
+        for _ in kernels.row_sets():
+            check(kernels, asked, known=known)
+
+
 @on_row_sets
 def test_many_tiles_go_on_from_span_to_span(kernels: Kernels) -> None:
     """To the bit what fewer give, whose spans are shared out."""

@@ -52,8 +52,8 @@ INLINE void dispatch_rows(int64_t rows, const Work &work) {
 
 INLINE int64_t value_floats(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
-// Workspace of a span. queries: rows if few, else columns. keys: DOT_ROWS, as float32. scores: (rows,
-// SPAN) if few, else (SPAN, lanes).
+// Workspace of a span. queries: rows if few, else columns. keys: DOT_ROWS, as float32. scores:
+// (rows, SPAN) if few, else (SPAN, lanes).
 struct Workspace {
   float *queries, *scores, *keys;
 };
