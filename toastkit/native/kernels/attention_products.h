@@ -9,12 +9,13 @@ namespace {
 constexpr int64_t BLOCK_KEYS = 32;  // keys whose values all queries meet while cached
 constexpr int64_t KEYS_AHEAD = 64;  // prefetch distance in keys, with one head
 
-// Rows of a tile of scores, of two vectors and of four, and of weighted values. With sixteen
-// registers twelve sums, as a load is needed for each of eight, and there are two in a clock.
+// Rows of a tile of scores, of two vectors and of four, and of weighted values, if few and if many
+// (by half as many registers where these are more rows). With sixteen registers twelve sums, as a
+// load is needed for each of eight, and there are two in a clock.
 #if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int DOT_ROWS = 6, WIDE_DOT_ROWS = 3, WEIGH_ROWS = 6;
+constexpr int DOT_ROWS = 6, WIDE_DOT_ROWS = 3, FEW_ROWS = 2, MANY_ROWS = 6;
 #else
-constexpr int DOT_ROWS = TILE_M, WIDE_DOT_ROWS = TILE_M, WEIGH_ROWS = TILE_M;
+constexpr int DOT_ROWS = TILE_M, WIDE_DOT_ROWS = TILE_M, FEW_ROWS = TILE_M, MANY_ROWS = TILE_M;
 #endif
 
 // Positions, with several adjacent heads.
@@ -220,8 +221,8 @@ static void weigh_all(const float *weights, int64_t weight_stride, int64_t key_s
   for (int64_t n = 0; n < (keys + BLOCK_KEYS - 1) / BLOCK_KEYS * heads; n++) {
     const int64_t j = n / heads * BLOCK_KEYS, h = n % heads;
     const int64_t some = keys - j < BLOCK_KEYS ? keys - j : BLOCK_KEYS;
-    by_row_tiles<MANY ? WEIGH_ROWS : TILE_M>(rows, [&]<int M>(int64_t m) {
-      constexpr int V = M > TILE_M ? TILE_N / 2 : TILE_N, WIDTH = V * LANES;
+    by_row_tiles<MANY ? MANY_ROWS : FEW_ROWS>(rows, [&]<int M>(int64_t m) {
+      constexpr int V = M > FEW_ROWS ? TILE_N / 2 : TILE_N, WIDTH = V * LANES;
       const float *from = weights + h * head_weights + j * key_stride + m * weight_stride;
       const char *next = values + (j + some) * stride, *block = values + j * stride + h * row;
       float *to = out + (h * rows + m) * out_stride;

@@ -127,11 +127,12 @@ INLINE bool make_int8_workspace(const toast::Attention &a, Int8Workspace *digits
 }
 #elif defined(__AVX2__)
 constexpr int64_t WORDS = 2 * LANES;  // per register
+constexpr int KEY_ROWS = 2;           // that many queries meet at a time
 
 // int8 workspace of a span, in words of 16 bits. queries: (TILE_QUERIES, stride); if few, blocks of
-// WORDS of up to four in turn. columns, if many: (stride / 2, lanes) pairs. keys: (TILE_M, stride).
-// weights: pairs of keys, (rows, SPAN / 2) if few, else (SPAN / 2, lanes). values: pairs of keys,
-// (BLOCK_VALUES / 2, WORDS). weighted: int32 accumulators, (blocks of WORDS, rows, WORDS).
+// WORDS of up to four in turn. columns, if many: (stride / 2, lanes) pairs. keys: (KEY_ROWS,
+// stride). weights: pairs of keys, (rows, SPAN / 2) if few, else (SPAN / 2, lanes). values: pairs
+// of keys, (BLOCK_VALUES / 2, WORDS). weighted: int32 sums, (blocks of WORDS, rows, WORDS).
 struct Int8Workspace {
   int64_t stride;
   int16_t *queries, *columns, *keys, *weights, *values;
@@ -145,12 +146,12 @@ INLINE bool make_int8_workspace(const toast::Attention &a, Int8Workspace *to) {
   const int64_t stride = to->stride = padded_words(a.call->key_size);
   const int64_t queries = TILE_QUERIES * stride, weights = TILE_QUERIES * toast::SPAN;
   const int64_t weighted = TILE_QUERIES * padded_words(a.call->value_size);
-  const int64_t words = 2 * queries + TILE_M * stride + weights + BLOCK_VALUES * WORDS;
+  const int64_t words = 2 * queries + KEY_ROWS * stride + weights + BLOCK_VALUES * WORDS;
   const int64_t bytes = 2 * words + 4 * (weighted + 2 * TILE_QUERIES + toast::SPAN);
   auto memory = static_cast<char *>(toast::scratch(toast::BYTES, bytes));
   if (!memory) return false;
   carve(memory, to->queries, queries), carve(memory, to->columns, queries);
-  carve(memory, to->keys, TILE_M * stride), carve(memory, to->weights, weights);
+  carve(memory, to->keys, KEY_ROWS * stride), carve(memory, to->weights, weights);
   carve(memory, to->values, BLOCK_VALUES * WORDS), carve(memory, to->weighted, weighted);
   carve(memory, to->query_steps, TILE_QUERIES), carve(memory, to->weight_steps, TILE_QUERIES);
   carve(memory, to->scales, toast::SPAN);

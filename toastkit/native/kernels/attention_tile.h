@@ -124,7 +124,7 @@ static void weigh_values(const toast::Attention &a, const toast::Tile &tile, int
   const toast_rows &values = a.call->values;
   const char *from = row_of(values, tile.batch, tile.head, begin);
   dispatch_type(values.type, [&]<int TYPE>() {
-    constexpr bool MANY = WEIGH_ROWS > TILE_M;
+    constexpr bool MANY = MANY_ROWS > FEW_ROWS;
     auto weigh = MANY && weight_stride == 1 ? weigh_all<TYPE, MANY> : weigh_all<TYPE, false>;
     weigh(weights, weight_stride, key_stride, head_weights, from,
           values.strides[2] * Dtype<TYPE>::SIZE, keys, tile.heads, tile.rows, a.call->value_size,

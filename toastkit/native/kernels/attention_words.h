@@ -180,16 +180,16 @@ static void scores_of_many_int8(const toast::Attention &a, const toast::Tile &ti
     for (int64_t d = 0; d < stride; d += 2)
       memcpy(to.columns + d * lanes + 2 * r, to.queries + r * stride + d, 2 * sizeof(int16_t));
   }
-  for (int64_t j = begin; j < end; j += TILE_M) {
-    const int64_t count = end - j < TILE_M ? end - j : TILE_M;
-    float scales[TILE_M];
+  for (int64_t j = begin; j < end; j += KEY_ROWS) {
+    const int64_t count = end - j < KEY_ROWS ? end - j : KEY_ROWS;
+    float scales[KEY_ROWS];
     for (int64_t n = 0; n < count; n++) {
       const char *key = row_of(a.call->keys, tile.batch, tile.head, j + n);
       scales[n] = scale_of(key, size);
       for (int64_t d = 0; d < stride; d += WORDS)
         store(to.keys + n * stride + d, words_at(key, d, size));
     }
-    by_row_tiles(count, [&]<int N>(int64_t n) {
+    by_row_tiles<KEY_ROWS>(count, [&]<int N>(int64_t n) {
       const int16_t *keys = to.keys + n * stride;
       float *out = space.scores + (j - begin + n) * lanes;
       auto dot = vectors == 1   ? dot_columns_int8<1, N>
