@@ -47,8 +47,11 @@ KEPT_TYPES = {**TYPES, "i8": 4}  # of keys and values
 ROUNDING = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 DIGITS = 127 * 256 + 127  # the largest whole number that an activation becomes
-IN_PAIRS = ("amx_int8", "avx512vbmi", "avx512vnni")  # two that meet 4 bits have a digit together,
-PAIR_DIGITS, PAIR_OFF = 119 * 256, 8.5  # and this is the largest, and how far off it may be
+# Where two that meet 4 bits have a digit together: the largest number, and how far off one may be.
+PAIR_OFF = 8.5
+PAIR_DIGITS = {
+    "amx_int8": 119 * 256, "avx512vbmi": 119 * 256, "avx512vnni": 119 * 256, "avx2": 119 * 128,
+}  # fmt: skip
 
 
 class _Matrix(ctypes.Structure):
@@ -305,6 +308,11 @@ class Kernels:
             raise ValueError(code)
         return outs
 
+    def pair_digits(self, matrix: Matrix, activation_bits: int) -> int | None:
+        """The largest whole number where two activations have a digit together, None elsewhere."""
+        affine = matrix.bits == 4 and matrix.type_ != "e8m0"
+        return PAIR_DIGITS.get(self.instructions) if affine and activation_bits == 12 else None
+
     def most_error(
         self, matrix: Matrix, x: np.ndarray, expert: np.ndarray, activation_bits: int, out_type: str
     ) -> np.ndarray:
@@ -316,8 +324,8 @@ class Kernels:
         error = terms * 2.0**-23 * (columns / 4 + 16)
         if matrix.bits and activation_bits < 32 and self.instructions not in IN_FLOATS:
             groups = abs(x).reshape(len(x), columns // matrix.group_size, matrix.group_size)
-            pairs = matrix.bits == 4 and matrix.type_ != "e8m0" and self.instructions in IN_PAIRS
-            off = PAIR_OFF / PAIR_DIGITS if pairs and activation_bits == 12 else 0.5 / DIGITS
+            pairs = self.pair_digits(matrix, activation_bits)
+            off = PAIR_OFF / pairs if pairs else 0.5 / DIGITS
             most = np.repeat(groups.max(-1, initial=0), matrix.group_size, -1)
             error += products(most * off * 1.01, abs(matrix.exact), expert)
         product = products(x, matrix.exact, expert)

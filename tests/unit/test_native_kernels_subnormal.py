@@ -13,7 +13,7 @@ import pytest
 from tests.native_library import needed
 from tests.unit.native_attention import Asked, attend, cached
 from tests.unit.native_kernels import (
-    IN_PAIRS,
+    PAIR_DIGITS,
     Kernels,
     kernels,
     on_each,
@@ -67,7 +67,7 @@ def test_no_exponential_is(kernels: Kernels) -> None:
     np.testing.assert_allclose(out, exact, rtol=2e-5)
 
 
-@on_each((*IN_PAIRS, "avx2"))
+@on_each(tuple(PAIR_DIGITS))
 def test_no_weight_times_the_scale_of_a_value_is(kernels: Kernels) -> None:
     """Of 8-bit attention with scores far apart, of few queries and of many."""
     keys, values = (cached(i, (1, 1, 300, 64), "i8", "turned") for i in (2, 3))

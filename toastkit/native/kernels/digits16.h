@@ -86,9 +86,12 @@ INLINE void both_by_group(const toast_matrix &m, const int64_t *rows, int64_t gr
 
 namespace {
 
+INLINE float largest_number(const toast::Product &) { return MAX_DIGITS; }
+INLINE I32 rounded(const toast::Product &, I32 v) { return v; }
+
 // The digits of so many numbers as WEIGHTS.
 template <bool NIBBLES>
-INLINE void store_block(const I32 *v, char *out) {
+INLINE void store_block(const toast::Product &, const I32 *v, char *out) {
   constexpr int HALVES = NIBBLES ? 2 : 1, PARTS = 16 / LANES;
   auto digits = reinterpret_cast<Digits *>(out);
   Digits upper[2], lower[2];
@@ -332,16 +335,16 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
     }
     int32_t peak = 0, total = 0;
     for (int i = 0; i < LANES; i++) peak = max_bits[i] > peak ? max_bits[i] : peak;
-    const auto [step, inverse] = GroupStep::of(peak, MAX_DIGITS);
+    const auto [step, inverse] = GroupStep::of(peak, largest_number(p));
     I32 totals = {};
     for (int k = 0; k < m.group_size; k += Layout<NIBBLES>::WEIGHTS) {
       I32 v[PARTS];
       for (int i = 0; i < PARTS; i++) {
         const F32 value = floats_at(x.type, x.data, start + k + LANES * i);
-        v[i] = inverse ? round_to_int(value * inverse) : I32{};
+        v[i] = inverse ? rounded(p, round_to_int(value * inverse)) : I32{};
         totals += v[i];
       }
-      store_block<NIBBLES>(v, digits);
+      store_block<NIBBLES>(p, v, digits);
       digits += Layout<NIBBLES>::DIGITS;
     }
     for (int i = 0; i < LANES; i++) total += totals[i];

@@ -73,7 +73,6 @@ const toast::Instructions &in_float32 = toast::avx2;
 
 constexpr int many(bool nibbles) { return nibbles ? 2 : 3; }  // what registers have room for
 
-#if defined(__AVXVNNI__)
 // 16 numbers of eight bits.
 INLINE Digits narrowed(const I32 *v) {
   const __m256i halves = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]);
@@ -87,7 +86,6 @@ INLINE __m128i apart(Digits v) {
 }
 INLINE Digits even(Digits a, Digits b) { return (Digits)_mm_unpacklo_epi64(apart(a), apart(b)); }
 INLINE Digits odd(Digits a, Digits b) { return (Digits)_mm_unpackhi_epi64(apart(a), apart(b)); }
-#endif
 
 INLINE I32 load_codes(const uint8_t *const *rows, int64_t at) {
   const __m256i first = _mm256_castsi128_si256(load<__m128i>(rows[0] + at));

@@ -3,8 +3,6 @@
 // so its sums need no adding up; two neighbours of a prepared vector are one broadcast.
 #pragma once
 
-#include <type_traits>
-
 namespace {
 
 constexpr int PANEL_ROWS = 2 * LANES;

@@ -1,7 +1,15 @@
 // What digits16.h needs where bytes cannot be multiplied without saturating: AVX2. Words are
 // multiplied by words, VPMADDWD: activations stay as they are, codes are widened. Sums are the
 // same.
+//
+// Of 4-bit codes, two lie in a byte, q + 16 q'. Where 12 bits are enough, their activations share a
+// digit of 7 bits, v = 128 u + l, v' = 128 u' + 16 l, so that
+//   q v + q' v' = 128 (q u + q' u') + (q + 16 q') l,
+// products of bytes that do not saturate, and fewer (see digits.h). v is then a multiple of 8, give
+// or take the low three bits of l, and v' one of 16. One vector meets weights so; several are
+// multiplied as words, which gives the same.
 #include <algorithm>
+#include <type_traits>
 
 namespace {
 
@@ -78,6 +86,51 @@ struct PackedE2M1 : Packing<4> {
   }
 };
 
+// Bytes as they are, and the digits of two activations that share one: see shares_digits.
+struct PackedPairs : Packing<4> {};
+
+constexpr float MAX_SHARED = 119 * 128;  // 127 - 8: 16 l takes up to 8 of v' upper digit
+
+INLINE bool shares_digits(const toast::Product &p) {
+  const bool affine = p.matrix->bits == 4 && p.matrix->type != TOAST_E8M0;
+  return affine && p.activation_bits <= TOAST_PAIRS;
+}
+
+INLINE bool is_stored_in_digits(const toast::Product &p) {
+  return shares_digits(p) && p.x->count == 1;
+}
+
+INLINE float largest_number(const toast::Product &p) {
+  return shares_digits(p) ? MAX_SHARED : MAX_DIGITS;
+}
+
+INLINE I32 of_odd_lanes(I32 v) { return (I32)_mm256_shuffle_epi32((__m256i)v, 0xf5); }
+INLINE I32 of_even_lanes(I32 v) { return (I32)_mm256_shuffle_epi32((__m256i)v, 0xa0); }
+INLINE I32 alternate(I32 even, I32 odd) {
+  return (I32)_mm256_blend_epi32((__m256i)even, (__m256i)odd, 0xaa);
+}
+
+// Rounds to what digits that are shared can represent: the second of each two to a multiple of 16,
+// the first to one of 8, plus the low three bits of that sixteenth.
+INLINE I32 rounded(const toast::Product &p, I32 v) {
+  if (!shares_digits(p)) return v;
+  const I32 sixteenth = (v + 8) >> 4, low = of_odd_lanes(sixteenth) & 7;
+  return alternate(((v - low + 4) & ~7) + low, sixteenth << 4);
+}
+
+// The digits of 32 numbers: upper ones of even columns, of odd ones, shared ones.
+INLINE void store_digits(const I32 *v, char *out) {
+  I32 upper[4], lower[4];
+  for (int i = 0; i < 4; i++) {
+    lower[i] = of_even_lanes(((v[i] + 64) & 127) - 64);
+    upper[i] = (v[i] - alternate(lower[i], lower[i] << 4)) >> 7;
+  }
+  const Digits first = narrowed(upper), second = narrowed(upper + 2);
+  const Digits digits[3] = {even(first, second), odd(first, second),
+                            even(narrowed(lower), narrowed(lower + 2))};
+  memcpy(out, digits, sizeof digits);
+}
+
 // Half of a register for each of two rows.
 INLINE I32 load_codes_of(const uint8_t *one, const uint8_t *other) {
   const __m256i first = _mm256_castsi128_si256(load<__m128i>(one));
@@ -87,6 +140,52 @@ INLINE I32 load_codes_of(const uint8_t *one, const uint8_t *other) {
 INLINE void add_product(I32 &sum, I32 codes, I32 numbers) {
   sum += (I32)_mm256_madd_epi16((__m256i)codes, (__m256i)numbers);
   asm("" : "+x"(sum));  // now: GCC keeps products in memory, to add them up at the end
+}
+
+// The sums of q * v over the units of a group, of two rows, with M vectors.
+template <class P, int M>
+INLINE void sums_of_pair(const uint8_t *row, const uint8_t *other, int64_t units,
+                         const char *const *numbers, I32 *sums) {
+  I32 all[M] = {};
+#pragma GCC unroll 8
+  for (int64_t u = 0; u < units; u++) {
+    const I32 q = load_codes_of(row + u * P::BYTES, other + u * P::BYTES);
+#pragma GCC unroll 4
+    for (int part = 0; part < P::PARTS; part++) {
+      const I32 codes = P::widened(q, part);
+#pragma GCC unroll 4
+      for (int i = 0; i < M; i++) {
+        auto from = reinterpret_cast<const int8_t *>(numbers[i] + (u * P::PARTS + part) * 16);
+        add_product(all[i], codes, load_digits(from));
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < M; i++) sums[i] = all[i];
+}
+
+// Likewise with one vector's digits. Up to four units' products with upper ones fit into 16 bits,
+// a byte's with shared ones alone.
+INLINE I32 digit_sums_of_pair(const uint8_t *row, const uint8_t *other, int64_t units,
+                              const char *numbers) {
+  auto products = [](I32 codes, const char *digits) __attribute__((always_inline)) {
+    const I32 all = load_digits(reinterpret_cast<const int8_t *>(digits));
+    return _mm256_maddubs_epi16((__m256i)codes, (__m256i)all);
+  };
+  const __m256i one = _mm256_set1_epi16(1), step = _mm256_set1_epi16(128);
+  __m256i upper = _mm256_setzero_si256();
+  I32 sum = {};
+#pragma GCC unroll 4
+  for (int64_t u = 0; u < units; u++, numbers += 64) {
+    const I32 q = load_codes_of(row + u * 16, other + u * 16);
+    upper = _mm256_add_epi16(upper, products(low_codes(q), numbers));
+    asm("" : "+x"(upper));
+    upper = _mm256_add_epi16(upper, products(high_codes(q), numbers + 16));
+    asm("" : "+x"(upper));
+    add_product(sum, (I32)products(q, numbers + 32), (I32)one);
+  }
+  add_product(sum, (I32)upper, (I32)step);
+  return sum;
 }
 
 // Rows of an expert, `stride` bytes apart. count: how many of LANES there are. ahead: bytes from a
@@ -131,23 +230,15 @@ static __attribute__((noinline)) void word_tile(const toast::Product &p,
       I32 sums[M][HALF];
 #pragma GCC unroll 4
       for (int j = 0; j < HALF; j++) {
-        I32 all[M] = {};
-        const uint8_t *pair = at + j * stride;
-#pragma GCC unroll 8
-        for (int64_t u = 0; u < units; u++) {
-          const I32 q = load_codes_of(pair + u * P::BYTES, pair + u * P::BYTES + HALF * stride);
+        const uint8_t *row = at + j * stride, *other = row + HALF * stride;
+        if constexpr (std::is_same_v<P, PackedPairs>) {
+          sums[0][j] = digit_sums_of_pair(row, other, units, numbers[0]);
+        } else {
+          I32 both[M];
+          sums_of_pair<P, M>(row, other, units, numbers, both);
 #pragma GCC unroll 4
-          for (int part = 0; part < P::PARTS; part++) {
-            const I32 codes = P::widened(q, part);
-#pragma GCC unroll 4
-            for (int i = 0; i < M; i++) {
-              auto from = reinterpret_cast<const int8_t *>(numbers[i] + (u * P::PARTS + part) * 16);
-              add_product(all[i], codes, load_digits(from));
-            }
-          }
+          for (int i = 0; i < M; i++) sums[i][j] = both[i];
         }
-#pragma GCC unroll 4
-        for (int i = 0; i < M; i++) sums[i][j] = all[i];
       }
       at += units * P::BYTES;
 #pragma GCC unroll 4
@@ -200,7 +291,7 @@ static bool multiply_few(const toast::Product &p, const toast::ExpertBatch &batc
       memset(copy + rows.count * stride, 0, bytes - rows.count * stride);
       rows.data = copy, rows.ahead = 0;
     }
-    if (batch.size == 1) {
+    if (batch.size == 1 || std::is_same_v<P, PackedPairs>) {
       multiply_tile<P, 1>(p, batch, outputs, rows);
     } else if (batch.size == 2) {
       multiply_tile<P, 2>(p, batch, outputs, rows);
@@ -220,13 +311,21 @@ namespace {
 template <class P>
 static bool multiply_words(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                            int64_t end) {
+  if constexpr (std::is_same_v<P, PackedPairs>) {
+    for (int64_t i = 0; i < batch.size; i++) {  // one, or the same several times
+      const toast::ExpertBatch one = {batch.expert, 1, batch.outputs + i, batch.next_row};
+      if (!multiply_few<P>(p, one, first, end)) return false;
+    }
+    return true;
+  }
   return batch.size <= FEW_WORDS ? multiply_few<P>(p, batch, first, end)
                                  : multiply_many<P>(p, batch, first, end);
 }
 
 // Numbers of a group, as they meet codes.
 template <bool NIBBLES>
-INLINE void store_block(const I32 *v, char *out) {
+INLINE void store_block(const toast::Product &p, const I32 *v, char *out) {
+  if (NIBBLES && is_stored_in_digits(p)) return store_digits(v, out);
   constexpr int PARTS = NIBBLES ? 4 : 2;
   __m128i words[PARTS];
   for (int i = 0; i < PARTS; i++) {
@@ -243,7 +342,9 @@ static bool multiply_codes(const toast::Product &p, const toast::ExpertBatch &ba
   switch (p.matrix->bits) {
     case 2: return multiply_words<Packing<2>>(p, batch, first, end);
     case 3: return multiply_words<Packing<3>>(p, batch, first, end);
-    case 4: return multiply_words<Packing<4>>(p, batch, first, end);
+    case 4:
+      if (is_stored_in_digits(p)) return multiply_words<PackedPairs>(p, batch, first, end);
+      return multiply_words<Packing<4>>(p, batch, first, end);
     case 5: return multiply_words<Packing<5>>(p, batch, first, end);
     case 6: return multiply_words<Packing<6>>(p, batch, first, end);
     default: return multiply_words<Packing<8>>(p, batch, first, end);
