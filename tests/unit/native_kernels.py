@@ -155,6 +155,14 @@ def random_matrix(
     return Matrix(packed(numbers, bits), scales, biases, bits, group_size, type_, exact, size)
 
 
+def full_matrix(shape: tuple[int, int, int], bits: int, group_size: int) -> Matrix:
+    """A stack of matrices, (experts, rows, columns), of the largest codes, with scales of 1."""
+    codes = np.full(shape, (1 << bits) - 1, np.uint8)
+    ones = np.ones((*shape[:-1], shape[-1] // group_size), np.float32)
+    exact = codes.astype(np.float64)
+    return Matrix(packed(codes, bits), ones, 0 * ones, bits, group_size, "f32", exact, exact)
+
+
 def mxfp4_matrix(codes: np.ndarray, exponents: np.ndarray) -> Matrix:
     """codes: of E2M1, uint8 (experts, rows, columns). exponents: uint8 (experts, rows, columns /
     32), 255 for NaN."""
