@@ -19,11 +19,11 @@ struct WordPanel {
 };
 
 // Adds M vectors times a panel to y: (vectors, N * LANES). places: byte offsets in a prepared
-// vector, of the first group's numbers, and of its step and total.
+// vector, of the first group's numbers, and of its step and total. Prefetches once a group.
 template <int M, int N>
 static __attribute__((noinline)) void add_panel(const WordPanel<N> &panel,
                                                 const char *const *vectors, const int64_t *places,
-                                                float *y) {
+                                                float *y, PacedPrefetch &ahead) {
   F32 results[M][N];
 #pragma GCC unroll 16
   for (int i = 0; i < M * N; i++) results[i / N][i % N] = load<F32>(y + i * LANES);
@@ -34,6 +34,7 @@ static __attribute__((noinline)) void add_panel(const WordPanel<N> &panel,
   int64_t at = 0;
   for (int64_t g = 0; g < panel.groups; g++) {
     I32 sums[M][N] = {};
+    ahead.fetch(1);
     for (const int64_t end = at + 4 * panel.pairs; at < end; at += 4, words += N) {
 #pragma GCC unroll 8
       for (int i = 0; i < M; i++) {
@@ -120,6 +121,10 @@ static bool multiply_panels(const toast::Product &p, const toast::ExpertBatch &b
     return p.prepared + (p.vector ? p.vector[batch.outputs[i]] : batch.outputs[i]) *
                             p.prepared_stride;
   };
+  const int64_t all = (batch.size + PANEL_VECTORS - 1) / PANEL_VECTORS;
+  auto next = reinterpret_cast<const char *>(row_at(m, numbers[0] + N * LANES));
+  const int64_t steps = std::max<int64_t>(layout.groups * all, 1);
+  auto ahead = PacedPrefetch::over(next, N * LANES * row_bytes(m), steps);
   for (int64_t g = 0; g < layout.groups; g += most) {
     WordPanel<N> panel;
     panel.words = words, panel.pairs = m.group_size / 2;
@@ -132,19 +137,19 @@ static bool multiply_panels(const toast::Product &p, const toast::ExpertBatch &b
     }
     widen_codes<P, N>(rows, g * units, (g + panel.groups) * units, words);
     const int64_t places[3] = {g * m.group_size * 2, layout.steps + 4 * g, layout.sums + 4 * g};
-    int64_t passes = (batch.size + PANEL_VECTORS - 1) / PANEL_VECTORS, done = 0;
+    int64_t passes = all, done = 0;
     for (; passes; passes--) {
       const int64_t size = (batch.size - done + passes - 1) / passes;
       const char *vectors[PANEL_VECTORS];
       for (int64_t i = 0; i < size; i++) vectors[i] = vector(done + i);
       float *out = y + done * N * LANES;
       switch (size) {
-        case 1: add_panel<1, N>(panel, vectors, places, out); break;
-        case 2: add_panel<2, N>(panel, vectors, places, out); break;
-        case 3: add_panel<3, N>(panel, vectors, places, out); break;
-        case 4: add_panel<4, N>(panel, vectors, places, out); break;
-        case 5: add_panel<5, N>(panel, vectors, places, out); break;
-        default: add_panel<6, N>(panel, vectors, places, out);
+        case 1: add_panel<1, N>(panel, vectors, places, out, ahead); break;
+        case 2: add_panel<2, N>(panel, vectors, places, out, ahead); break;
+        case 3: add_panel<3, N>(panel, vectors, places, out, ahead); break;
+        case 4: add_panel<4, N>(panel, vectors, places, out, ahead); break;
+        case 5: add_panel<5, N>(panel, vectors, places, out, ahead); break;
+        default: add_panel<6, N>(panel, vectors, places, out, ahead);
       }
       done += size;
     }
