@@ -4,7 +4,8 @@
 //
 // As in digits.h a group of activations is d * v, v int16 in two base-256 digits. A group's sum of
 // q * v fits into int32 (128 * 255 * 2^15 at most), so it is exact in any order. Lanes are rows,
-// and groups are added in order: all instruction sets and tiles give the same bits.
+// and groups are added in order: all instruction sets and tiles give the same bits, of the same v
+// (words16.h has fewer of them for TOAST_PAIRS).
 #pragma once
 
 #include <initializer_list>

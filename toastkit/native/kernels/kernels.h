@@ -46,10 +46,10 @@ enum { TOAST_PAIRS = 12, TOAST_DIGITS = 16, TOAST_FLOATS = 32 };
 
 // out[i] = matrix[expert[i]] x[vector[i]] for i < count: (count, rows) of out_type, contiguous.
 //
-// vector: NULL for 0, 1, 2, ...; expert: NULL for 0 (no mixture). activation_bits: the minimum
-// precision of activations against quantised weights, used where the processor has products of
-// bytes or words: TOAST_PAIRS (12 bits; fewer only for 4-bit weights, with AVX-512) or
-// TOAST_DIGITS (16), with one scale per group; or TOAST_FLOATS, float32 activations.
+// vector: NULL for 0, 1, 2, ...; expert: NULL for 0 (no mixture). activation_bits: the precision of
+// activations against quantised weights, where the processor has products of bytes or words, with
+// one scale per group: TOAST_DIGITS (16 bits) or TOAST_PAIRS (less for 4-bit weights alone: 12 bits
+// with AVX-512, 12 and 11 in turn with AVX2); or TOAST_FLOATS, float32 activations.
 //
 // NaN comes out for an expert or a vector out of range, and for a vector that holds NaN or, with
 // group scales, infinity. Returns 0; 1 for an unsupported matrix or type, 2 if out of memory.

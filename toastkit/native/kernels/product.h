@@ -20,7 +20,7 @@ struct Product {
   int64_t prepared_stride;  // bytes per prepared vector
 };
 
-// Whether a product is computed in float32, rather than with int8 dot products where available.
+// Whether a product is computed in float32, rather than in whole numbers where it can be.
 inline bool in_floats(const Product &p) {
   return !p.matrix->bits || p.activation_bits >= TOAST_FLOATS;
 }
@@ -51,7 +51,7 @@ struct Instructions {
   bool (*multiply)(const Product &, const ExpertBatch &, int64_t first, int64_t end) = nullptr;
   const RowInstructions *rows = nullptr;
   const AttentionCode *attention = nullptr;
-  int64_t max_batch = BATCH;  // of quantised products on int8 dot products
+  int64_t max_batch = BATCH;  // of products in whole numbers
 };
 
 // The set in use.

@@ -6,8 +6,8 @@
 // digit of 7 bits, v = 128 u + l, v' = 128 u' + 16 l, so that
 //   q v + q' v' = 128 (q u + q' u') + (q + 16 q') l,
 // products of bytes that do not saturate, and fewer (see digits.h). v is then a multiple of 8, give
-// or take the low three bits of l, and v' one of 16. One vector meets weights so; several are
-// multiplied as words, which gives the same.
+// or take the low three bits of l, and v' one of 16, which leaves it 11 bits. One vector meets
+// weights so; several are multiplied as words, which gives the same.
 #include <algorithm>
 #include <type_traits>
 
