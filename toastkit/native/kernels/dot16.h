@@ -67,12 +67,6 @@ INLINE I32 sums_of_rows(const I32 *v) {
 
 #else
 
-#if defined(__AVXVNNI__)
-const toast::Instructions &in_float32 = toast::avx2;
-#endif
-
-constexpr int many(bool nibbles) { return nibbles ? 2 : 3; }  // what registers have room for
-
 // 16 numbers of eight bits.
 INLINE Digits narrowed(const I32 *v) {
   const __m256i halves = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]);
@@ -87,10 +81,6 @@ INLINE __m128i apart(Digits v) {
 INLINE Digits even(Digits a, Digits b) { return (Digits)_mm_unpacklo_epi64(apart(a), apart(b)); }
 INLINE Digits odd(Digits a, Digits b) { return (Digits)_mm_unpackhi_epi64(apart(a), apart(b)); }
 
-INLINE I32 load_codes(const uint8_t *const *rows, int64_t at) {
-  const __m256i first = _mm256_castsi128_si256(load<__m128i>(rows[0] + at));
-  return (I32)_mm256_inserti128_si256(first, load<__m128i>(rows[ROW_REGISTERS] + at), 1);
-}
 INLINE I32 load_digits(const int8_t *p) {
   return (I32)_mm256_broadcastsi128_si256(load<__m128i>(p));
 }
@@ -101,19 +91,29 @@ INLINE I32 e2m1(I32 q) {
   return (I32)_mm256_shuffle_epi8(codes, (__m256i)q);
 }
 
-#if defined(__AVXVNNI__)
-// sum += weights . digits, four at a time.
-INLINE I32 dot(I32 sum, I32 weights, I32 digits, bool) {
-  return (I32)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)digits);
-}
-#endif
-INLINE int32_t sign_correction(int32_t, bool) { return 0; }
-
 // The sums over each row's lanes; lanes are rows.
 INLINE I32 sums_of_rows(const I32 *v) {
   auto pairs = [&](int i) { return _mm256_hadd_epi32((__m256i)v[i], (__m256i)v[i + 1]); };
   return (I32)_mm256_hadd_epi32(pairs(0), pairs(2));
 }
+
+#if defined(__AVXVNNI__)
+const toast::Instructions &in_float32 = toast::avx2;
+
+constexpr int many(bool nibbles) { return nibbles ? 2 : 3; }  // what registers have room for
+
+INLINE I32 load_codes(const uint8_t *const *rows, int64_t at) {
+  const __m256i first = _mm256_castsi128_si256(load<__m128i>(rows[0] + at));
+  return (I32)_mm256_inserti128_si256(first, load<__m128i>(rows[ROW_REGISTERS] + at), 1);
+}
+
+// sum += weights . digits, four at a time.
+INLINE I32 dot(I32 sum, I32 weights, I32 digits, bool) {
+  return (I32)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)digits);
+}
+
+INLINE int32_t sign_correction(int32_t, bool) { return 0; }
+#endif
 
 #endif
 
