@@ -51,11 +51,16 @@ def test_libraries_that_lie(path: str) -> None:
         def multiply(self, *arrays, **rest):
             return super().multiply(*arrays, **rest) * 1.01
 
+    class WrongAlone(Library):
+        def multiply(self, x, *arrays, **rest):
+            return super().multiply(x, *arrays, **rest) * (1 + (x.size == x.shape[-1]))
+
     class Elsewhere(Library):
         def describe(self, array):
             return ((*array.shape, 1), array.itemsize, array.size)
 
-    assert not probe.trustworthy(Wrong(path)) and not probe.trustworthy(Elsewhere(path))
+    for one in (Wrong, WrongAlone, Elsewhere):
+        assert not probe.trustworthy(one(path))
     for file, code in ((path, 0), (str(Path(probe.__file__)), 1)):
         command = [sys.executable, "-O", "-m", "toastkit.native.building.probe", file]
         assert bool(subprocess.run(command, capture_output=True).returncode) == bool(code)

@@ -38,19 +38,7 @@ def trustworthy(library: Library) -> bool:
         return False
     mx.random.seed(1)
     weight, x = mx.random.normal((96, 256)), mx.random.normal((3, 7, 256))  # enough for tiles
-    pairs = [(library.multiply(x, weight), x @ weight.T)]
-    for bits in BITS:
-        rows = mx.quantize(weight, group_size=64, bits=bits)
-        ours = library.multiply(x * 2, *rows, bits=bits, group_size=64)
-        theirs = mx.quantized_matmul(x * 2, *rows, transpose=True, group_size=64, bits=bits)
-        pairs.append((ours + 1, theirs + 1))
-    rows = mx.quantize(weight, group_size=64, bits=4)
-    ours = library.multiply(x, *rows, bits=4, group_size=64, activation_bits=PAIRS)
-    theirs = mx.quantized_matmul(x, *rows, transpose=True, group_size=64, bits=4)
-    pairs.append((ours / 8, theirs / 8))  # 12-bit activations: a larger error
-    rows = mx.quantize(weight, mode="mxfp4")
-    ours = library.multiply(x, *rows, bits=4, group_size=32)
-    pairs.append((ours, mx.quantized_matmul(x, *rows, transpose=True, mode="mxfp4")))
+    pairs = [*_products(library, weight, x), *_products(library, weight, x[0, :1])]
     stack, chosen = mx.random.normal((4, 8, 64)), mx.array([[3, 0], [1, 3]], mx.uint32)
     vectors = mx.random.normal((2, 1, 1, 64))
     theirs = mx.gather_mm(vectors, stack.swapaxes(-1, -2), rhs_indices=chosen)
@@ -62,6 +50,22 @@ def trustworthy(library: Library) -> bool:
         and mx.allclose(ours, theirs, rtol=1e-3, atol=1e-2).item()
         for ours, theirs in pairs
     )
+
+
+def _products(library: Library, weight: mx.array, x: mx.array) -> list[tuple[mx.array, mx.array]]:
+    pairs = [(library.multiply(x, weight), x @ weight.T)]
+    for bits in BITS:
+        rows = mx.quantize(weight, group_size=64, bits=bits)
+        ours = library.multiply(x * 2, *rows, bits=bits, group_size=64)
+        theirs = mx.quantized_matmul(x * 2, *rows, transpose=True, group_size=64, bits=bits)
+        pairs.append((ours + 1, theirs + 1))
+    rows = mx.quantize(weight, group_size=64, bits=4)
+    ours = library.multiply(x, *rows, bits=4, group_size=64, activation_bits=PAIRS)
+    theirs = mx.quantized_matmul(x, *rows, transpose=True, group_size=64, bits=4)
+    pairs.append((ours / 8, theirs / 8))  # fewer bits: a larger error
+    rows = mx.quantize(weight, mode="mxfp4")
+    ours = library.multiply(x, *rows, bits=4, group_size=32)
+    return [*pairs, (ours, mx.quantized_matmul(x, *rows, transpose=True, mode="mxfp4"))]
 
 
 def _operations(library: Library) -> list[tuple[mx.array, mx.array]]:
