@@ -53,6 +53,7 @@ def trustworthy(library: Library) -> bool:
 
 
 def _products(library: Library, weight: mx.array, x: mx.array) -> list[tuple[mx.array, mx.array]]:
+    """Of weights stored in every way, by the library and by MLX."""
     pairs = [(library.multiply(x, weight), x @ weight.T)]
     for bits in BITS:
         rows = mx.quantize(weight, group_size=64, bits=bits)

@@ -22,11 +22,6 @@ INLINE I32 multiply_pairs(I16 a, I16 b) {
 
 INLINE I16 splat_pair(const int16_t *p) { return (I16)(load<int32_t>(p) - I32{}); }
 
-INLINE void store_words(int16_t *to, I32 v) {
-  const __m256i all = (__m256i)v;
-  store(to, _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
-}
-
 static int64_t prepared_bytes(const toast::Attention &, int64_t, int64_t) { return 0; }
 static void prepare(const toast::Attention &, const toast::Tile &, char *) {}
 
@@ -56,8 +51,10 @@ static void quantise_query(const toast::Attention &a, const toast::Tile &tile, i
     return query_floats(a, tile, r, d);
   };
   const Step step = step_of_floats(size, fits < 32767 ? fits : 32767, floats);
-  for (int64_t d = 0; d < whole; d += LANES)
-    store_words(to + d, step.inverse_step ? round_to_int(floats(d) * step.inverse_step) : I32{});
+  for (int64_t d = 0; d < whole; d += LANES) {
+    const I32 v = step.inverse_step ? round_to_int(floats(d) * step.inverse_step) : I32{};
+    store(to + d, as_words(v));
+  }
   if (size > WORDS && rest) {  // see block_of
     int16_t *const last = to + whole - WORDS;
     memmove(last + WORDS - rest, last, rest * sizeof *to);
@@ -218,8 +215,8 @@ static void quantise_weights(const Int8Workspace &to, int64_t rows, float *weigh
     const Step step = scale_weights(row, to.scales, keys, MAX_WEIGHT);
     to.weight_steps[r] = step.step;
     for (int64_t j = 0; j < keys; j += LANES)
-      store_words(to.weights + r * toast::SPAN + j,
-                  round_to_int(load<F32>(row + j) * step.inverse_step));
+      store(to.weights + r * toast::SPAN + j,
+            as_words(round_to_int(load<F32>(row + j) * step.inverse_step)));
   }
   for (int64_t r = 0; !FEW && r < rows; r += LANES) {
     const F32 inverse_step =

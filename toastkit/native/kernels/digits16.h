@@ -87,12 +87,16 @@ INLINE void both_by_group(const toast_matrix &m, const int64_t *rows, int64_t gr
 
 namespace {
 
-INLINE float largest_number(const toast::Product &) { return MAX_DIGITS; }
-INLINE I32 rounded(const toast::Product &, I32 v) { return v; }
+// The numbers v of a prepared vector.
+struct Numbers {
+  static constexpr float largest = MAX_DIGITS;
+  INLINE Numbers of(const toast::Product &) { return {}; }
+  I32 rounded(I32 v) const { return v; }
+};
 
 // The digits of so many numbers as WEIGHTS.
 template <bool NIBBLES>
-INLINE void store_block(const toast::Product &, const I32 *v, char *out) {
+INLINE void store_block(Numbers, const I32 *v, char *out) {
   constexpr int HALVES = NIBBLES ? 2 : 1, PARTS = 16 / LANES;
   auto digits = reinterpret_cast<Digits *>(out);
   Digits upper[2], lower[2];
@@ -282,13 +286,7 @@ static bool multiply_digits(const toast::Product &p, const toast::ExpertBatch &b
   for (int64_t n = first; n < end; n += LANES) {
     const uint8_t *rows[LANES];
     const int count = int(end - n < LANES ? end - n : LANES);
-    for (int j = 0; j < count; j++) {
-      rows[j] = row_at(m, batch.expert * m.rows + n + j);
-      if (!packed_as_is) {
-        unpack_bytes(m, rows[j], bytes + j * m.columns);
-        rows[j] = bytes + j * m.columns;
-      }
-    }
+    find_rows(m, batch.expert * m.rows + n, count, bytes, rows);
     int64_t i = 0;
     for (; i + MANY <= batch.size; i += MANY)
       digit_tile<NIBBLES, E2M1, MANY>(p, batch, batch.outputs + i, rows, n, count);
@@ -320,6 +318,7 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
   const toast_matrix &m = *p.matrix;
   const toast_vectors &x = *p.x;
   const auto layout = Layout<NIBBLES>::of(m);
+  const auto numbers = Numbers::of(p);
   char *out = p.prepared + row * p.prepared_stride;
   auto steps = reinterpret_cast<float *>(out + layout.steps);
   auto sums = reinterpret_cast<float *>(out + layout.sums);
@@ -336,16 +335,16 @@ static void prepare_digits(const toast::Product &p, int64_t row) {
     }
     int32_t peak = 0, total = 0;
     for (int i = 0; i < LANES; i++) peak = max_bits[i] > peak ? max_bits[i] : peak;
-    const auto [step, inverse] = GroupStep::of(peak, largest_number(p));
+    const auto [step, inverse] = GroupStep::of(peak, numbers.largest);
     I32 totals = {};
     for (int k = 0; k < m.group_size; k += Layout<NIBBLES>::WEIGHTS) {
       I32 v[PARTS];
       for (int i = 0; i < PARTS; i++) {
         const F32 value = floats_at(x.type, x.data, start + k + LANES * i);
-        v[i] = inverse ? rounded(p, round_to_int(value * inverse)) : I32{};
+        v[i] = inverse ? numbers.rounded(round_to_int(value * inverse)) : I32{};
         totals += v[i];
       }
-      store_block<NIBBLES>(p, v, digits);
+      store_block<NIBBLES>(numbers, v, digits);
       digits += Layout<NIBBLES>::DIGITS;
     }
     for (int i = 0; i < LANES; i++) total += totals[i];

@@ -102,6 +102,13 @@ INLINE I32 round_to_int(F32 v) {  // half to even
 }
 #endif
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+INLINE __m128i as_words(I32 v) {  // saturated
+  const __m256i all = (__m256i)v;
+  return _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+}
+#endif
+
 INLINE float horizontal_sum(F32 v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);

@@ -131,6 +131,17 @@ struct GroupStep {
   }
 };
 
+// Where `count` rows from `row` on are. bytes: (count, columns), to unpack them to, or NULL.
+INLINE void find_rows(const toast_matrix &m, int64_t row, int count, uint8_t *bytes,
+                      const uint8_t **rows) {
+  for (int j = 0; j < count; j++) {
+    rows[j] = row_at(m, row + j);
+    if (!bytes) continue;
+    unpack_bytes(m, rows[j], bytes + j * m.columns);
+    rows[j] = bytes + j * m.columns;
+  }
+}
+
 // Dequantises a row to float32, zero-padded to a multiple of LANES. bytes: scratch, (columns).
 INLINE void dequantise_weights(const toast_matrix &m, int64_t row, uint8_t *bytes, float *out) {
   const uint8_t *from = row_at(m, row);

@@ -177,12 +177,8 @@ static bool multiply_many(const toast::Product &p, const toast::ExpertBatch &bat
   for (int64_t n = first; n < end; n += PANEL_ROWS) {
     const int count = int(std::min<int64_t>(end - n, PANEL_ROWS));
     const uint8_t *rows[PANEL_ROWS];
-    for (int j = 0; j < PANEL_ROWS; j++) {  // missing rows repeat the last
-      rows[j] = j < count ? row_at(m, batch.expert * m.rows + n + j) : rows[count - 1];
-      if (as_is || j >= count) continue;
-      unpack_bytes(m, rows[j], bytes + j * m.columns);
-      rows[j] = bytes + j * m.columns;
-    }
+    find_rows(m, batch.expert * m.rows + n, count, bytes, rows);
+    for (int j = count; j < PANEL_ROWS; j++) rows[j] = rows[count - 1];  // as missing ones
     if (!(count > LANES ? multiply_panels<Form, 2>(p, batch, rows, n, count)
                         : multiply_panels<Form, 1>(p, batch, rows, n, count)))
       return false;

@@ -100,23 +100,28 @@ INLINE bool is_stored_in_digits(const toast::Product &p) {
   return shares_digits(p) && p.x->count == 1;
 }
 
-INLINE float largest_number(const toast::Product &p) {
-  return shares_digits(p) ? MAX_SHARED : MAX_DIGITS;
-}
-
 INLINE I32 of_odd_lanes(I32 v) { return (I32)_mm256_shuffle_epi32((__m256i)v, 0xf5); }
 INLINE I32 of_even_lanes(I32 v) { return (I32)_mm256_shuffle_epi32((__m256i)v, 0xa0); }
 INLINE I32 alternate(I32 even, I32 odd) {
   return (I32)_mm256_blend_epi32((__m256i)even, (__m256i)odd, 0xaa);
 }
 
-// Rounds to what digits that are shared can represent: the second of each two to a multiple of 16,
-// the first to one of 8, plus the low three bits of that sixteenth.
-INLINE I32 rounded(const toast::Product &p, I32 v) {
-  if (!shares_digits(p)) return v;
-  const I32 sixteenth = (v + 8) >> 4, low = of_odd_lanes(sixteenth) & 7;
-  return alternate(((v - low + 4) & ~7) + low, sixteenth << 4);
-}
+// The numbers v of a prepared vector. shared: as digits that are shared represent them.
+struct Numbers {
+  float largest;
+  bool shared, in_digits;
+  INLINE Numbers of(const toast::Product &p) {
+    const bool shared = shares_digits(p);
+    return {shared ? MAX_SHARED : MAX_DIGITS, shared, is_stored_in_digits(p)};
+  }
+  // Shared digits: the second of each two to a multiple of 16, the first to one of 8, plus the low
+  // three bits of that sixteenth.
+  I32 rounded(I32 v) const {
+    if (!shared) return v;
+    const I32 sixteenth = (v + 8) >> 4, low = of_odd_lanes(sixteenth) & 7;
+    return alternate(((v - low + 4) & ~7) + low, sixteenth << 4);
+  }
+};
 
 // The digits of 32 numbers: upper ones of even columns, of odd ones, shared ones.
 INLINE void store_digits(const I32 *v, char *out) {
@@ -324,14 +329,11 @@ static bool multiply_words(const toast::Product &p, const toast::ExpertBatch &ba
 
 // Numbers of a group, as they meet codes.
 template <bool NIBBLES>
-INLINE void store_block(const toast::Product &p, const I32 *v, char *out) {
-  if (NIBBLES && is_stored_in_digits(p)) return store_digits(v, out);
+INLINE void store_block(Numbers numbers, const I32 *v, char *out) {
+  if (NIBBLES && numbers.in_digits) return store_digits(v, out);
   constexpr int PARTS = NIBBLES ? 4 : 2;
   __m128i words[PARTS];
-  for (int i = 0; i < PARTS; i++) {
-    const __m256i from = (__m256i)v[i];
-    words[i] = _mm_packs_epi32(_mm256_castsi256_si128(from), _mm256_extracti128_si256(from, 1));
-  }
+  for (int i = 0; i < PARTS; i++) words[i] = as_words(v[i]);
   if constexpr (NIBBLES) Packing<4>::reorder(words);
   memcpy(out, words, sizeof words);
 }
