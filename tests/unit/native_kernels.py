@@ -50,7 +50,8 @@ DIGITS = 127 * 256 + 127  # the largest whole number that an activation becomes
 # Where two that meet 4 bits have a digit together: the largest number, and how far off one may be.
 PAIR_OFF = 8.5
 PAIR_DIGITS = {
-    "amx_int8": 119 * 256, "avx512vbmi": 119 * 256, "avx512vnni": 119 * 256, "avx2": 119 * 128,
+    "amx_int8": 119 * 256, "avx512vbmi": 119 * 256, "avx512vnni": 119 * 256,
+    "avxvnni": 119 * 128, "avx2": 119 * 128,
 }  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def test_one_set_gives_what_another_gives(
             assert np.array_equal(out, first.setdefault(numbers, out), equal_nan=True), name
 
 
-@on_each(("avx2",))
+@on_each(("avx2", "avxvnni"))
 def test_shared_digits_do_not_saturate(kernels: Kernels) -> None:
     """Of the largest codes, in groups of every size, times the largest numbers and digits."""
     for size, digit, sign in product((32, 64, 128), (-64, -63, -1, 0, 62, 63), (1, -1)):

@@ -1,10 +1,11 @@
 // Kernels for AVX2 and AVX-VNNI: Intel since 2021 without AVX-512, AMD since Zen 5.
 #include <cpuid.h>
 
-#ifdef __AVXVNNI__
-#include "digits16.h"
-#else
 #include "product.h"
+
+#ifdef __AVXVNNI__
+static const toast::Instructions &in_float32 = toast::avx2;
+#include "digits16.h"
 #endif
 
 namespace toast {

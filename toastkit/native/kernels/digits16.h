@@ -1,5 +1,5 @@
-// Quantised weights times 16-bit activations, on int8 dot products of 16 bytes of a row at a time:
-// of ARM (dotprod, i8mm) and of AVX-VNNI, whose registers hold 16 bytes of two rows; on AVX2 with
+// Quantised weights times 16-bit activations, 16 bytes of a row at a time: on the int8 dot products
+// of ARM (dotprod, i8mm); on AVX2 and AVX-VNNI, whose registers hold 16 bytes of two rows, with
 // products of words (words16.h).
 //
 // As in digits.h a group of activations is d * v, v int16 in two base-256 digits. A group's sum of
@@ -81,7 +81,7 @@ INLINE void both_by_group(const toast_matrix &m, const int64_t *rows, int64_t gr
 
 }  // namespace
 
-#if defined(__AVX2__) && !defined(__AVXVNNI__)
+#if defined(__AVX2__)
 #include "words16.h"
 #else
 
@@ -275,7 +275,6 @@ static void digit_tile(const toast::Product &p, const toast::ExpertBatch &batch,
 template <bool NIBBLES, bool E2M1>
 static bool multiply_digits(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                             int64_t end) {
-  constexpr int MANY = many(NIBBLES);
   const toast_matrix &m = *p.matrix;
   const bool packed_as_is = NIBBLES || m.bits == 8;
   uint8_t *bytes = nullptr;

@@ -1,5 +1,5 @@
-// The operations of digits16.h, for ARM, AVX-VNNI and AVX2: on 16 bytes of a row at a time.
-// many(nibbles): vectors that are multiplied together.
+// The operations of digits16.h, for ARM, and for AVX2 with AVX-VNNI or without: on 16 bytes of a
+// row at a time.
 #pragma once
 
 #include "unpack.h"
@@ -12,10 +12,11 @@ typedef int8_t Digits __attribute__((vector_size(16)));
 
 #if defined(__aarch64__)
 
+// Vectors that are multiplied together.
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-constexpr int many(bool) { return 4; }
+constexpr int MANY = 4;
 #else
-constexpr int many(bool) { return 2; }
+constexpr int MANY = 2;
 #endif
 const toast::Instructions &in_float32 = toast::neon;
 
@@ -96,24 +97,6 @@ INLINE I32 sums_of_rows(const I32 *v) {
   auto pairs = [&](int i) { return _mm256_hadd_epi32((__m256i)v[i], (__m256i)v[i + 1]); };
   return (I32)_mm256_hadd_epi32(pairs(0), pairs(2));
 }
-
-#if defined(__AVXVNNI__)
-const toast::Instructions &in_float32 = toast::avx2;
-
-constexpr int many(bool nibbles) { return nibbles ? 2 : 3; }  // what registers have room for
-
-INLINE I32 load_codes(const uint8_t *const *rows, int64_t at) {
-  const __m256i first = _mm256_castsi128_si256(load<__m128i>(rows[0] + at));
-  return (I32)_mm256_inserti128_si256(first, load<__m128i>(rows[ROW_REGISTERS] + at), 1);
-}
-
-// sum += weights . digits, four at a time.
-INLINE I32 dot(I32 sum, I32 weights, I32 digits, bool) {
-  return (I32)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)digits);
-}
-
-INLINE int32_t sign_correction(int32_t, bool) { return 0; }
-#endif
 
 #endif
 

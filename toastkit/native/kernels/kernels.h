@@ -49,7 +49,7 @@ enum { TOAST_PAIRS = 12, TOAST_DIGITS = 16, TOAST_FLOATS = 32 };
 // vector: NULL for 0, 1, 2, ...; expert: NULL for 0 (no mixture). activation_bits: the precision of
 // activations against quantised weights, where the processor has products of bytes or words, with
 // one scale per group: TOAST_DIGITS (16 bits) or TOAST_PAIRS (less for 4-bit weights alone: 12 bits
-// with AVX-512, 12 and 11 in turn with AVX2); or TOAST_FLOATS, float32 activations.
+// with AVX-512, 12 and 11 in turn with AVX2 and AVX-VNNI); or TOAST_FLOATS, float32 activations.
 //
 // NaN comes out for an expert or a vector out of range, and for a vector that holds NaN or, with
 // group scales, infinity. Returns 0; 1 for an unsupported matrix or type, 2 if out of memory.

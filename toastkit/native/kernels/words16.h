@@ -1,6 +1,6 @@
-// What digits16.h needs where bytes cannot be multiplied without saturating: AVX2. Words are
-// multiplied by words, VPMADDWD: activations stay as they are, codes are widened. Sums are the
-// same.
+// What digits16.h needs on AVX2, where products of bytes saturate, and on AVX-VNNI, which adds up
+// as it multiplies. Words are multiplied by words, VPMADDWD or VPDPWSSD: activations stay as they
+// are, codes are widened. Sums are the same.
 //
 // Of 4-bit codes, two lie in a byte, q + 16 q'. Where 12 bits are enough, their activations share a
 // digit of 7 bits, v = 128 u + l, v' = 128 u' + 16 l, so that
@@ -142,16 +142,50 @@ INLINE I32 load_codes_of(const uint8_t *one, const uint8_t *other) {
   return (I32)_mm256_inserti128_si256(first, load<__m128i>(other), 1);
 }
 
+// CHAINS: sums that are added to in turn, where adding takes as long as multiplying.
+#if defined(__AVXVNNI__)
+constexpr int CHAINS = 2;
+INLINE void add_product(I32 &sum, I32 codes, I32 numbers) {
+  sum = (I32)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)numbers);
+}
+#else
+constexpr int CHAINS = 1;
 INLINE void add_product(I32 &sum, I32 codes, I32 numbers) {
   sum += (I32)_mm256_madd_epi16((__m256i)codes, (__m256i)numbers);
   asm("" : "+x"(sum));  // now: GCC keeps products in memory, to add them up at the end
 }
+#endif
+
+// Products with digits, bytes times bytes, added up for a group: those of upper digits, and those
+// of shared ones. AVX2 has sums of 16 bits, which hold two products of bytes with shared digits, or
+// sixteen of codes with upper ones.
+#if defined(__AVXVNNI__)
+INLINE void add_upper(I32 &sum, I32 codes, I32 digits) {
+  sum = (I32)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)digits);
+}
+INLINE void add_shared(I32 &sum, I32 bytes, I32 digits) { add_upper(sum, bytes, digits); }
+INLINE I32 combined(I32 upper, I32 shared) { return (upper << 7) + shared; }
+#else
+INLINE void add_upper(I32 &sum, I32 codes, I32 digits) {
+  const __m256i products = _mm256_maddubs_epi16((__m256i)codes, (__m256i)digits);
+  sum = (I32)_mm256_add_epi16((__m256i)sum, products);
+  asm("" : "+x"(sum));
+}
+INLINE void add_shared(I32 &sum, I32 bytes, I32 digits) {
+  const __m256i products = _mm256_maddubs_epi16((__m256i)bytes, (__m256i)digits);
+  add_product(sum, (I32)products, (I32)_mm256_set1_epi16(1));
+}
+INLINE I32 combined(I32 upper, I32 shared) {
+  add_product(shared, upper, (I32)_mm256_set1_epi16(128));
+  return shared;
+}
+#endif
 
 // The sums of q * v over the units of a group, of two rows, with M vectors.
 template <class P, int M>
 INLINE void sums_of_pair(const uint8_t *row, const uint8_t *other, int64_t units,
                          const char *const *numbers, I32 *sums) {
-  I32 all[M] = {};
+  I32 all[M][CHAINS] = {};
 #pragma GCC unroll 8
   for (int64_t u = 0; u < units; u++) {
     const I32 q = load_codes_of(row + u * P::BYTES, other + u * P::BYTES);
@@ -161,36 +195,27 @@ INLINE void sums_of_pair(const uint8_t *row, const uint8_t *other, int64_t units
 #pragma GCC unroll 4
       for (int i = 0; i < M; i++) {
         auto from = reinterpret_cast<const int8_t *>(numbers[i] + (u * P::PARTS + part) * 16);
-        add_product(all[i], codes, load_digits(from));
+        add_product(all[i][part % CHAINS], codes, load_digits(from));
       }
     }
   }
 #pragma GCC unroll 4
-  for (int i = 0; i < M; i++) sums[i] = all[i];
+  for (int i = 0; i < M; i++) sums[i] = CHAINS == 1 ? all[i][0] : all[i][0] + all[i][CHAINS - 1];
 }
 
-// Likewise with one vector's digits. Up to four units' products with upper ones fit into 16 bits,
-// a byte's with shared ones alone.
+// Likewise with one vector's digits.
 INLINE I32 digit_sums_of_pair(const uint8_t *row, const uint8_t *other, int64_t units,
                               const char *numbers) {
-  auto products = [](I32 codes, const char *digits) __attribute__((always_inline)) {
-    const I32 all = load_digits(reinterpret_cast<const int8_t *>(digits));
-    return _mm256_maddubs_epi16((__m256i)codes, (__m256i)all);
-  };
-  const __m256i one = _mm256_set1_epi16(1), step = _mm256_set1_epi16(128);
-  __m256i upper = _mm256_setzero_si256();
-  I32 sum = {};
+  auto digits = reinterpret_cast<const int8_t *>(numbers);
+  I32 upper = {}, shared = {};
 #pragma GCC unroll 4
-  for (int64_t u = 0; u < units; u++, numbers += 64) {
+  for (int64_t u = 0; u < units; u++, digits += 64) {
     const I32 q = load_codes_of(row + u * 16, other + u * 16);
-    upper = _mm256_add_epi16(upper, products(low_codes(q), numbers));
-    asm("" : "+x"(upper));
-    upper = _mm256_add_epi16(upper, products(high_codes(q), numbers + 16));
-    asm("" : "+x"(upper));
-    add_product(sum, (I32)products(q, numbers + 32), (I32)one);
+    add_upper(upper, low_codes(q), load_digits(digits));
+    add_upper(upper, high_codes(q), load_digits(digits + 16));
+    add_shared(shared, q, load_digits(digits + 32));
   }
-  add_product(sum, (I32)upper, (I32)step);
-  return sum;
+  return combined(upper, shared);
 }
 
 // Rows of an expert, `stride` bytes apart. count: how many of LANES there are. ahead: bytes from a
