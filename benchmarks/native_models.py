@@ -144,6 +144,38 @@ MODELS |= {
     },
 }  # fmt: skip
 MODELS["rwkv7"].pop("hidden_act")
+# Queries, keys and values in one matrix head by head, layer norms, attention within a module,
+# and other routers: 100 to 270 MB.
+MODELS |= {
+    "internlm2": {**DENSE, "model_type": "internlm2", "bias": False},
+    "gpt-neox": {
+        **DENSE, "model_type": "gpt_neox", "layer_norm_eps": 1e-5, "rotary_emb_base": 10000,
+        "rotary_pct": 0.25, "use_parallel_residual": True, "hidden_act": "gelu",
+    },
+    "exaone": {
+        **DENSE, "model_type": "exaone", "num_layers": 14, "layer_norm_epsilon": 1e-5,
+    },
+    "stablelm": {
+        **DENSE, "model_type": "stablelm", "num_key_value_heads": 16, "use_qkv_bias": True,
+        "partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5,
+    },
+    "phimoe": {
+        **EXPERTS, "model_type": "phimoe", "num_local_experts": 16, "num_experts": 16,
+        "num_experts_per_tok": 2, "intermediate_size": 1024, "norm_topk_prob": False,
+    },
+    "minimax": {
+        **EXPERTS, "model_type": "minimax", "num_local_experts": 32, "intermediate_size": 704,
+        "shared_intermediate_size": 0, "rotary_dim": 32, "use_qk_norm": True,
+        "norm_topk_prob": False,
+    },
+    "hunyuan": {
+        **EXPERTS, "model_type": "hunyuan", "moe_topk": 8, "num_shared_expert": 1,
+        "use_mixed_mlp_moe": True, "use_qk_norm": True, "use_cla": False, "cla_share_factor": 2,
+        "norm_topk_prob": False,
+        "intermediate_size": 704, "attention_bias": False, "tie_word_embeddings": True,
+        "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"},
+    },
+}  # fmt: skip
 # Gemma 4's: inputs of their own at each layer, of which the last attend to what others have kept;
 # and experts beside a network, whose keys are values where a layer sees all.
 GEMMA4 = {

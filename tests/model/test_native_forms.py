@@ -14,26 +14,35 @@ from mlx_lm.models import (
     bailing_moe,
     cohere,
     cohere2,
+    exaone,
     exaone4,
     gemma2,
     gemma3_text,
+    gpt2,
+    gpt_neox,
     granite,
+    hunyuan,
     hunyuan_v1_dense,
+    internlm2,
     llama,
     minicpm,
+    minimax,
     mixtral,
     olmo2,
     olmoe,
     phi,
     phi3,
+    phimoe,
     qwen2,
     qwen3,
     qwen3_next,
     smollm3,
+    stablelm,
     starcoder2,
 )
 from mlx_lm.models.cache import KVCache
 
+from tests.model.reference import OLD_MLX_LM
 from tests.model.test_native_blocks import EXPERTS, LENGTHS, counted, layers, library, passes
 from tests.native_library import needed
 from toastkit.native import replacing
@@ -45,6 +54,17 @@ pytestmark = needed
 
 SHARED = EXPERTS | {"num_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 16}
 ALPHA = {"rope_scaling": {"alpha": 10.0, "factor": 1.0, "type": "dynamic"}}
+NEOX = {"layer_norm_eps": 1e-4, "rotary_emb_base": 10000, "rotary_pct": 0.25}
+STABLE = {"layer_norm_eps": 1e-4, "partial_rotary_factor": 0.5}
+HUNYUAN = EXPERTS | ALPHA | {
+    "moe_topk": 2, "num_shared_expert": 1, "attention_bias": True, "use_cla": False,
+    "cla_share_factor": 2, "use_qk_norm": True, "use_mixed_mlp_moe": True,
+}  # fmt: skip
+MINIMAX = EXPERTS | {"shared_intermediate_size": 0, "rotary_dim": 16, "head_dim": 32}
+GPT2 = {
+    "n_embd": 64, "n_head": 4, "n_layer": 2, "n_ctx": 100, "n_positions": 100,
+    "layer_norm_epsilon": 1e-4, "num_key_value_heads": 4,
+}  # fmt: skip
 # Whose layers differ: with a rotation and without, with experts and without.
 OTHERS = [
     (exaone4, {"sliding_window": 50, "sliding_window_pattern": "LG", "rope_scaling": None}),
@@ -56,7 +76,17 @@ OTHERS = [
     (cohere, {"layer_norm_eps": 1e-4, "layer_norm_bias": True, "logit_scale": 0.3}),
     (cohere2, {"head_dim": 16, "sliding_window": 50, "sliding_window_pattern": 2}),
     (starcoder2, {"norm_epsilon": 1e-4}), (phi, {"partial_rotary_factor": 0.5}),
+    (exaone, {"num_layers": 2, "layer_norm_epsilon": 1e-4, "head_dim": 16, "attention_bias": True}),
+    (internlm2, {"bias": True}), (internlm2, {"bias": False, "num_key_value_heads": 4}),
+    (gpt_neox, NEOX | {"use_parallel_residual": True}),
+    (gpt_neox, NEOX | {"use_parallel_residual": False}), (gpt2, GPT2),
+    (stablelm, STABLE | {"use_qkv_bias": True}), (stablelm, STABLE | {"use_qkv_bias": False}),
+    (hunyuan, HUNYUAN),
+    (hunyuan, HUNYUAN | {"use_qk_norm": False, "use_mixed_mlp_moe": False}),
+    (minimax, MINIMAX | {"use_qk_norm": True}), (minimax, MINIMAX | {"use_qk_norm": False}),
 ]  # fmt: skip
+if not OLD_MLX_LM:  # whose router is another one
+    OTHERS.append((phimoe, EXPERTS))
 
 
 def in_one_or_two(own: list[Any]) -> list[mx.array]:
@@ -99,6 +129,29 @@ def test_gates_of_their_own(bits: int) -> None:
     layer._plan.shape.layer_input = 1
     with pytest.raises(ValueError):
         layer(x, "causal", cache)
+
+
+def test_layers_that_are_left_in_parts() -> None:
+    """Which pass on keys and values, norm each head by itself, or add in another order."""
+    own = layers(hunyuan, HUNYUAN | {"use_cla": True}, 0)
+    x, kv = mx.random.normal((1, 3, 64)), None
+    with counted() as counts:
+        for layer in own:
+            x, kv = layer(x, "causal", KVCache(), kv)
+        assert kv is not None
+        for more in ({"qk_layernorm": True}, {"use_parallel_residual": True}):
+            for layer in layers(stablelm, STABLE | {"use_qkv_bias": False} | more, 0):
+                layer(x, "causal", KVCache())
+    assert counts == {"one": 0, "two": 0}
+
+
+def test_heads_that_are_no_groups() -> None:
+    """Of as many rows in one matrix."""
+    layer, x, cache = layers(internlm2, {"bias": False}, 0)[0], mx.ones((1, 2, 64)), KVCache()
+    layer(x, "causal", cache)
+    for layer._plan.shape.heads, layer._plan.shape.key_heads in ((2, 3), (8, 0)):
+        with pytest.raises(ValueError):
+            layer(x, "causal", cache)
 
 
 def test_norms_that_do_not_go_together() -> None:

@@ -26,6 +26,7 @@ from mlx_lm.models import (
     glm4_moe_lite,
     gpt_oss,
     granitemoe,
+    hunyuan,
     jamba,
     kimi_linear,
     lfm2_moe,
@@ -33,6 +34,7 @@ from mlx_lm.models import (
     mixtral,
     nemotron_h,
     olmoe,
+    phimoe,
     qwen2_moe,
     qwen3_moe,
     qwen3_next,
@@ -78,6 +80,8 @@ SIZES: dict[str, Any] = {
     "conv_kernel": 4, "n_groups": 1, "mamba_proj_bias": False, "mlp_bias": False,
     "layer_norm_epsilon": 1e-5, "use_conv_bias": True, "hybrid_override_pattern": ["E"],
     "moe_shared_expert_intermediate_size": 96, "layer_types": ["full_attention"],
+    "num_shared_expert": 1, "use_mixed_mlp_moe": True, "use_cla": False, "cla_share_factor": 2,
+    "router_jitter_noise": 0.2,
 }  # fmt: skip
 BLOCKS = [
     (qwen3_next, "Qwen3NextSparseMoeBlock"), (qwen3_moe, "Qwen3MoeSparseMoeBlock"),
@@ -88,10 +92,11 @@ BLOCKS = [
     (minimax, "MiniMaxSparseMoeBlock"), (bailing_moe, "BailingMoeSparseMoeBlock"),
     (bailing_moe_linear, "SparseMoeBlock"), (dots1, "Dots1MoE"),
     (ernie4_5_moe, "Ernie4_5_MoeMLP"), (jamba, "JambaSparseMoeBlock"),
-    (nemotron_h, "NemotronHMoE"), (afmoe, "AfmoeMoE"),
+    (nemotron_h, "NemotronHMoE"), (afmoe, "AfmoeMoE"), (hunyuan, "MoeBlock"),
 ]  # fmt: skip
 if not OLD_MLX_LM:  # whose experts have another activation, and other scores
     BLOCKS += [(gpt_oss, "MLPBlock"), (lfm2_moe, "Lfm2MoeSparseMoeBlock")]
+    BLOCKS.append((phimoe, "PhiMoESparseMoeBlock"))
 blocks = pytest.mark.parametrize("kind", BLOCKS, ids=[name for _, name in BLOCKS])
 
 
@@ -99,7 +104,7 @@ def made(kind: tuple, seed: int, k: int = 2, normed: bool = True, bits: int = 0)
     """mlx_lm's and ours, with the same random weights."""
     module, name = kind
     sizes = {"num_experts_per_tok": k, "norm_topk_prob": normed, **SIZES}
-    sizes |= {"num_experts_per_token": k, "moe_k": k, "moe_renormalize": normed}
+    sizes |= {"num_experts_per_token": k, "moe_k": k, "moe_renormalize": normed, "moe_topk": k}
     if module is deepseek_v2:
         sizes["topk_method"] = "group_limited_greedy"
     args = module.ModelArgs.from_dict(sizes | {"model_type": module.__name__.rpartition(".")[2]})

@@ -87,10 +87,35 @@ def test_routes_by_scores_and_groups(
         np.testing.assert_allclose(shares, 2.5 * wanted, rtol=1e-5, atol=1e-30)
 
 
+@settings(max_examples=examples(60))
+@given(seeds, st.integers(0, 5), st.integers(1, 70), st.sampled_from([0.02, 0.5, 3.0]), st.data())
+def test_routes_that_mix_sparsely(
+    kernels: Kernels, seed: int, rows: int, size: int, eps: float, data
+) -> None:
+    """Of equal logits the first goes ahead; one that is as far off as eps may be on either side."""
+    k = data.draw(st.integers(1, size))
+    x = numbers(seed, (rows, size), "f32")
+    wanted, shares = np.zeros((rows, k), np.uint32), np.zeros((rows, k))
+    for row, logits in enumerate(read(x, "f32")):
+        left = logits.copy()
+        for n in range(k):
+            at = left.argmax()
+            apart = (left[at] - logits) / np.maximum(abs(logits), left[at])
+            assume((abs(apart - np.float32(eps)) > 1e-5).all())
+            near = np.where(apart > np.float32(eps), -np.inf, left)
+            wanted[row, n], shares[row, n] = at, 1 / np.exp(near - left[at]).sum()
+            left[at] = -np.inf
+    for _ in kernels.row_sets():
+        found = routed(kernels, x, "f32", Choice(k, 32, 0, 0, eps, 1.0))
+        assert np.array_equal(found[0], wanted)
+        np.testing.assert_allclose(found[1], shares, rtol=1e-5, atol=1e-30)
+
+
 @on_row_sets
 def test_routes_that_cannot_be(kernels: Kernels) -> None:
     x = numbers(1, (2, 12), "f32")
-    for wrong in (Choice(0), Choice(13), Choice(2, 0, 5, 1), Choice(2, 0, 3, -1)):
+    for wrong in (Choice(0), Choice(13), Choice(2, 0, 5, 1), Choice(2, 0, 3, -1),
+                  Choice(2, 33), Choice(2, 32, 3, 2)):  # fmt: skip
         with pytest.raises(ValueError):
             routed(kernels, x, "f32", wrong)
     with pytest.raises(ValueError):

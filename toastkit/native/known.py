@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from toastkit.native.forms.common import HEADS, Heads, Known, KnownAttention
 from toastkit.native.functions import definition_of, functions_of
+from toastkit.native.layers.blocks import ForkedLayer, PassingLayer, UnforkedLayer
 from toastkit.native.layers.decoder import (
     ConvolutionLayer,
     Decoder,
@@ -38,6 +39,7 @@ from toastkit.native.layers.sharing import Experts, RouterOfNorm, SharingLayer
 from toastkit.native.modules.mixtures import (
     Mixture,
     MixtureAhead,
+    MixtureAheadOfWrapped,
     MixtureBiased,
     MixtureBiasedAhead,
     MixtureChosen,
@@ -50,6 +52,7 @@ from toastkit.native.modules.mixtures import (
     MixtureScored,
     MixtureScoredOfExperts,
     MixtureScoredOfNarrow,
+    MixtureSparse,
     RouterAhead,
     RouterInGroups,
     RouterOfPart,
@@ -80,16 +83,6 @@ class AfmoeAttention(KnownAttention):
         )
 
 
-class CohereAttention(KnownAttention):
-    """Cohere 2's: RoPE in sliding-window layers only."""
-
-    _parts = HEADS._replace(use_rope="use_sliding_window")
-
-
-class FalconAttention(KnownAttention):
-    _parts = HEADS._replace(heads="num_heads", key_heads="num_kv_heads")
-
-
 class GemmaAttention(KnownAttention):
     """Gemma 4's."""
 
@@ -106,20 +99,39 @@ class GraniteAttention(KnownAttention):
         return HEADS._replace(rope=None if self.rope is None else "rope")
 
 
-class NemotronAttention(KnownAttention):
-    _parts = HEADS._replace(heads="num_heads", key_heads="num_key_value_heads", rope=None)
+class RootAttention(KnownAttention):
+    """Scores are divided by the root of a head's size."""
 
-
-class PhiAttention(KnownAttention):
-    _parts = HEADS._replace(
-        heads="num_heads", key_heads="num_key_value_heads", out="dense", scale="root"
-    )
+    _parts = HEADS._replace(heads="num_heads", key_heads="num_key_value_heads", scale="root")
 
     @property
     def root(self: Any) -> float:
         """The scale of scores."""
         return sqrt(1 / self.head_dim)
 
+
+class PhiAttention(RootAttention):
+    _parts = RootAttention._parts._replace(out="dense")
+
+
+class StableAttention(RootAttention):
+    """StableLM's, which may have a layer norm for each head."""
+
+    def heads(self: Any) -> Heads | None:
+        return None if self.qk_layernorm else super().heads()
+
+
+def _attention(**names: Any) -> type:
+    """The mixin of an attention whose parts are named otherwise than most."""
+    return type("KnownAttention", (KnownAttention,), {"_parts": HEADS._replace(**names)})
+
+
+def _joined(part: str, **names: Any) -> type:
+    """The same with a part that projects queries, keys and values."""
+    return _attention(q=part, k=part, v=part, fused=True, size="head_dim", **names)
+
+
+COUNTS = {"heads": "num_attention_heads", "key_heads": "num_key_value_heads"}
 
 # The mixin for each class of mlx_lm.models, and the digests of the sources that it replaces: of
 # mlx_lm 0.31 and 0.32, where they differ and both are known.
@@ -185,7 +197,11 @@ _KNOWN: list[tuple[type, str, str]] = [
     (Known, "lfm2_moe.ShortConv", "335f74b67bd97914"),
     (Mixer, "mamba2.Mamba2Block", "f287fbbe418194aa"),
     (NemotronLayer, "nemotron_h.NemotronHBlock", "ff351c51727082a3"),
-    (NemotronAttention, "nemotron_h.NemotronHAttention", "e7238684209458d3"),
+    (
+        _attention(heads="num_heads", key_heads="num_key_value_heads", rope=None),
+        "nemotron_h.NemotronHAttention",
+        "e7238684209458d3",
+    ),
     (GatedNormInGroups, "nemotron_h.MambaRMSNormGated", "888dd1eb87e2c4b2"),
     (MixtureScoredOfNarrow, "nemotron_h.NemotronHMoE", "4e1be5b07ed4860f"),
     (RouterScored, "nemotron_h.MoEGate", "63862eb0c56aaee6 7e28e79b287f80cc"),
@@ -199,7 +215,11 @@ _KNOWN: list[tuple[type, str, str]] = [
     (HybridLayer, "granitemoehybrid.GraniteMoeHybridLayer", "aa760904e09b2fd0"),
     (GraniteAttention, "granitemoehybrid.GraniteMoeHybridAttention", "541a10c42c9dc724"),
     (ParallelLayer, "falcon_h1.FalconH1DecoderLayer", "d42e93e338d2fb7b"),
-    (FalconAttention, "falcon_h1.FalconH1Attention", "b004f9fe9d0d0643"),
+    (
+        _attention(heads="num_heads", key_heads="num_kv_heads"),
+        "falcon_h1.FalconH1Attention",
+        "b004f9fe9d0d0643",
+    ),
     (MixerGivenCacheFirst, "falcon_h1.FalconH1Mixer", "83d9aadd9767eba9"),
     (SharingLayer, "gemma4_text.DecoderLayer", "6721fbc4a640e702"),
     (GemmaAttention, "gemma4_text.Attention", "b3f91cb534800079"),
@@ -211,9 +231,49 @@ _KNOWN: list[tuple[type, str, str]] = [
     (AfmoeAttention, "afmoe.Attention", "c278e3c631b97143"),
     (MixtureOfWrapped, "afmoe.AfmoeMoE", "9035049a859353b0 09d59d102695e7a5"),
     (Known, "afmoe.MoERouter", "b888b00bba05b3ab"),
-    (CohereAttention, "cohere2.Attention", "8e66ae5c1684a15b"),
+    (_attention(use_rope="use_sliding_window"), "cohere2.Attention", "8e66ae5c1684a15b"),
     (PhiAttention, "phi.PhiAttention", "40fde0a6df234612"),
     (MixtureBiasedAhead, "minimax.MiniMaxSparseMoeBlock", "f95a6d46996d86bb 8d15d094b115016c"),
+    (
+        _attention(q_norm="q_norm", k_norm="k_norm", use_norms="use_qk_norm", **COUNTS),
+        "minimax.MiniMaxAttention",
+        "e6d80e20cec5495c",
+    ),
+    (
+        _attention(
+            q_norm="query_layernorm",
+            k_norm="key_layernorm",
+            use_norms="use_qk_norm",
+            norm_after_rope=True,
+        ),
+        "hunyuan.Attention",
+        "3d2fa7ed6e69cf13",
+    ),
+    (PassingLayer, "hunyuan.DecoderLayer", "204a7bfcbc967e4e"),
+    (MixtureAheadOfWrapped, "hunyuan.MoeBlock", "22b48c7553192b79"),
+    (Known, "hunyuan.Gate", "bc73c8e9a2483e2f"),
+    (MixtureSparse, "phimoe.PhiMoESparseMoeBlock", "fa8dd25dc4828056"),
+    (_attention(out="out_proj"), "exaone.AttentionModule", "a20f765331fef629"),
+    (UnforkedLayer, "stablelm.DecoderLayer", "104f0e69e0f8f0b2"),
+    (StableAttention, "stablelm.Attention", "1dd928e4eccc34e9"),
+    (_joined("wqkv", out="wo", grouped=True), "internlm2.Attention", "0c5eb24da5e8eb86"),
+    (
+        _joined(
+            "query_key_value",
+            out="dense",
+            grouped=True,
+            heads="num_attention_heads",
+            key_heads="num_attention_heads",
+        ),
+        "gpt_neox.Attention",
+        "f6c71d557234a941",
+    ),
+    (ForkedLayer, "gpt_neox.TransformerBlock", "7f730febe97b3643"),
+    (
+        _joined("c_attn", out="c_proj", heads="n_head", key_heads="n_head", rope=None),
+        "gpt2.Attention",
+        "64d7fd2fbd46dcd3",
+    ),
 ]
 # Mixin and digests by module and name.
 LAYERS: dict[tuple[str, str], tuple[type, frozenset[str]]] = {

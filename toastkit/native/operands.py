@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 KEYS = ("weight", "scales", "biases", "bias")  # of a part, in the order of glue/matrices.h
-NORMED, AHEAD, CHOSEN, SCORED, BEST = 1, 2, 4, 8, 16  # Choice.how, see kernels/rows.h
+NORMED, AHEAD, CHOSEN, SCORED, BEST, SPARSE = 1, 2, 4, 8, 16, 32  # Choice.how, see kernels/rows.h
 Place = tuple[Any, str, Any]  # a module, a name in it, its value
 
 

@@ -29,7 +29,8 @@ AVX512 = (
 DOTPROD = "-march=armv8.2-a+dotprod"
 # Extra flags of each source; which of them runs is chosen at run time.
 FOR_ALL: dict[str, tuple[str, ...]] = {
-    "pool.cpp": (), "kernels.cpp": (), "rows.cpp": (), "recurrent.cpp": (), "attention.cpp": (),
+    "pool.cpp": (), "kernels.cpp": (), "rows.cpp": (), "routes.cpp": (),
+    "recurrent.cpp": (), "attention.cpp": (),
 }  # fmt: skip
 BY_MACHINE: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {

@@ -44,7 +44,7 @@ class Block(NamedTuple):
     multiplied by multiplier / sqrt(depth). input_gate, input_projection, input_norm: of the
     per-layer input, see toast_layer. factor: an array (1,) that the layer's output is multiplied
     by. parallel: attention and network read the same input. scaled: the forward takes a factor of
-    queries after x."""
+    queries after x. holder: of the module that has the attention, in place of the layer."""
 
     attention: str
     first_norm: str | None
@@ -60,14 +60,16 @@ class Block(NamedTuple):
     input_norm: str | None = None
     factor: str | None = None
     parallel: bool = False
+    holder: str | None = None
 
 
 class Heads(NamedTuple):
     """The attributes that hold an attention's parts; None for those it lacks. attend: the function
     called with queries, keys and values. q_norm, k_norm: of each head, or of all heads of a
     position together; v_norm: of each head of values. gated: gates are projected by q, behind the
-    queries of each head, or by `gate`. fused: q, k and v are one projection, in that order. size:
-    of a head. cap: of scores. use_norms, use_rope: flags that turn norms and RoPE on.
+    queries of each head, or by `gate`. fused: q, k and v are one projection, in that order, or, if
+    grouped, so for each head of keys. size: of a head. cap: of scores. use_norms, use_rope: flags
+    that turn norms and RoPE on.
     norm_after_rope: norms follow RoPE. scaled: as in Block. shares_cache: it attends to an earlier
     layer's cache. Of latent attention (glue/latent.h): latent, nope: the sizes; query_down,
     unembed: parts."""
@@ -99,6 +101,7 @@ class Heads(NamedTuple):
     query_down: str | None = None
     gate: str | None = None
     unembed: str | None = None
+    grouped: bool = False
 
 
 # Defaults for attentions that are recognised by their source.

@@ -121,6 +121,18 @@ def _block_added(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     return x
 
 
+def _block_added_apart(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    r = x + self.attention(self.first_norm(x), mask, cache)
+    r = r + self.network(self.second_norm(r))
+    return r
+
+
+def _block_of_holder(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    h = x + self.holder.attention(self.first_norm(x), mask, cache)
+    out = h + self.network(self.second_norm(h))
+    return out
+
+
 def _block_sandwich_normed(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     r = self.attention(self.first_norm(x), mask, cache)
     h = x + self.attended_norm(r)
@@ -198,6 +210,18 @@ def _block_step_by_step(self: Any, x: Any, mask: Any, cache: Any = None) -> Any:
     return x
 
 
+def _block_step_by_step_by_names(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    residual = x
+    h = self.first_norm(x)
+    h = self.attention(h, mask=mask, cache=cache)
+    h = residual + h
+    residual = h
+    h = self.second_norm(h)
+    h = self.network(h)
+    h = residual + h
+    return h
+
+
 def _block_scaled(
     self: Any, x: Any, attn_scale: Any = None, mask: Any = None, cache: Any = None
 ) -> Any:
@@ -225,7 +249,8 @@ def _block_parallel(self: Any, x: Any, mask: Any = None, cache: Any = None) -> A
 
 
 BLOCKS = (
-    _block, _block_returned, _block_added, _block_sandwich_normed, _block_clipped,
+    _block, _block_returned, _block_added, _block_added_apart, _block_of_holder,
+    _block_sandwich_normed, _block_clipped, _block_step_by_step_by_names,
     _block_with_residual, _block_post_normed, _block_post_normed_later, _block_multiplied,
     _block_multiplied_by_depth, _block_step_by_step, _block_scaled, _block_scaled_returned,
     _block_parallel, _block_sandwich_normed_in_turn,

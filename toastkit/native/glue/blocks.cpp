@@ -89,6 +89,8 @@ void add_head_projections(Arrays &inputs, Layer &layer, const toast_operands &gi
     check(parts > 0 && all > 0 && all % parts == 0, "heads of other sizes");
     layer.size[i] = all / parts;
     check(!joined || (layer.size[i] == joined && !layer.is.gated), "heads of another size");
+    check(!layer.is.grouped || (joined && heads[1] > 0 && heads[0] % heads[1] == 0),
+          "groups of other heads");
   }
   if (layer.is.gated == 2)
     check(!layer.is.layer_input &&
@@ -162,23 +164,27 @@ void project_heads(const Layer &layer, const Arrays &arrays, size_t &at, const f
     parts[i].emplace(arrays, at, layer.packing[i]);
   std::optional<Part> apart;
   if (gates && is.gated == 2) apart.emplace(arrays, at, layer.packing[GATES]);
-  const bool inside = gates && !apart;
-  std::unique_ptr<float[]> both(inside ? new float[count * parts[0]->matrix.rows] : nullptr);
-  const int64_t size = layer.size[0], joined = is.fused_head;
+  const bool mixed = is.grouped || (gates && !apart);
+  std::unique_ptr<float[]> both(mixed ? new float[count * parts[0]->matrix.rows] : nullptr);
+  const int64_t joined = is.grouped ? 0 : is.fused_head;
   const int64_t wide = joined * is.heads, narrow = joined * is.key_heads;
   std::vector<Result> results = {
       {vectors, *parts[0], both ? both.get() : outs[0], TOAST_F32, 0, wide}};
-  if (!is.shares_cache) {
+  if (!is.shares_cache && !is.grouped) {
     results.push_back({vectors, *parts[1], outs[1], TOAST_F32, wide, narrow});
     results.push_back({vectors, *parts[2], outs[2], TOAST_F32, wide + narrow, narrow});
   }
   if (apart) results.push_back({vectors, *apart, gates});
   multiply(layer.activation_bits, results);
-  const int64_t heads = both ? count * is.heads : 0;
-  for (int64_t h = 0; h < heads; h++) {
-    const float *from = both.get() + h * 2 * size;
-    std::copy_n(from, size, outs[0] + h * size);
-    std::copy_n(from + size, size, gates + h * size);
+  const float *from = both.get();
+  const int64_t size = layer.size[0], queries = is.grouped ? size * is.heads / is.key_heads : size;
+  auto take = [&](float *to, int64_t h, int64_t numbers) {
+    std::copy_n(from, numbers, to + h * numbers), from += numbers;
+  };
+  for (int64_t h = 0; both && h < count * (is.grouped ? is.key_heads : is.heads); h++) {
+    take(outs[0], h, queries);
+    take(is.grouped ? outs[1] : gates, h, size);
+    if (is.grouped) take(outs[2], h, size);
   }
   if (!is.norm_after_rope) norm_heads(layer, arrays, at, count, outs);
 }

@@ -13,6 +13,7 @@ extern "C" {
 //     gates are projected with the queries, behind those of each head; 2, by a part of their own.
 //   norm_after_rope: queries and keys are normed per head after RoPE instead of before it.
 //   fused_head: head size if one part projects queries, keys and values, in that order; else 0.
+//   grouped: in that order for each head of keys, behind the queries that attend to it.
 //   shares_cache: attends to the KV cache of an earlier layer; has no parts for keys and values.
 //   layer_input: size of the per-layer input of each position (Gemma 4), or 0. The layer adds
 //     norm(projection(activation(gate(out)) * input)) to its output.
@@ -32,7 +33,7 @@ extern "C" {
 typedef struct {
   int32_t heads, key_heads, gated, norm_after_rope, fused_head, shares_cache, layer_input, network,
       activation;
-  int32_t latent, nope, query_rank, expanded, layer_norms, parallel;
+  int32_t latent, nope, query_rank, expanded, layer_norms, parallel, grouped;
   float eps[8], plus, multiplier;
   int32_t dims, traditional, inverse;
   float rotation_scale, factor, scale, cap;

@@ -5,8 +5,6 @@
 #include <string.h>
 
 #include <algorithm>
-#include <utility>
-#include <vector>
 
 #include "product.h"
 #include "sharing.h"
@@ -150,37 +148,6 @@ int partition(const toast_vectors &x, int64_t columns, int64_t kth, uint32_t *ou
   return 0;
 }
 
-// Scores for choosing, without bias, float32 (count, columns): see toast_choice.
-int scores_of(const toast_vectors &x, int64_t columns, int32_t how, float *out) {
-  if (!(how & (TOAST_CHOSEN | TOAST_SCORED))) return softmax(x, columns, out, TOAST_F32);
-  const RowInstructions &code = *instructions().rows;
-  for (int64_t row = 0; row < x.count; row++)  // exact in float32
-    code.store(x.type, x.data, row * x.stride, columns, out, TOAST_F32, row * columns);
-  if (how & TOAST_SCORED)
-    code.gate({out, nullptr, TOAST_F32, TOAST_SIGMOID, out}, 0, x.count * columns);
-  return 0;
-}
-
-// Zeros the elements of groups that are not kept; of equal groups the first goes.
-void drop_groups(const toast_choice &choice, int64_t columns, float *numbers) {
-  const int64_t size = columns / choice.groups;
-  auto score = [&](int64_t group) {
-    const float *scores = numbers + group * size;
-    float best = -INFINITY, next = -INFINITY;
-    for (int64_t i = 0; i < size; i++) {
-      if (scores[i] > next) next = std::min(best, scores[i]);
-      if (scores[i] > best) best = scores[i];
-    }
-    const float two = best + next;
-    return choice.how & TOAST_BEST || size == 1 || two != two ? best : two;
-  };
-  std::vector<std::pair<float, int64_t>> groups;
-  for (int64_t group = 0; group < choice.groups; group++) groups.push_back({score(group), group});
-  std::sort(groups.begin(), groups.end());
-  for (int64_t i = 0; i < choice.groups - choice.kept; i++)
-    std::fill_n(numbers + groups[i].second * size, size, 0.0f);
-}
-
 int normalise(const Norm &norm) {
   if (!is_type(norm.x->type) || !is_type(norm.weight_type) || !is_type(norm.out_type)) return 1;
   const RowInstructions &code = *instructions().rows;
@@ -310,45 +277,6 @@ int toast_largest(const toast_vectors *x, int64_t columns, uint32_t *out) {
 int toast_partition(const toast_vectors *x, int64_t columns, int64_t kth, uint32_t *out) {
   if (!toast::is_type(x->type) || kth < 0 || kth >= columns || columns > UINT32_MAX) return 1;
   return toast::partition(*x, columns, kth, out);
-}
-
-int toast_route(const toast_vectors *x, int64_t columns, const toast_choice *choice,
-                const float *bias, uint32_t *which, float *shares) {
-  const int64_t count = x->count, all = count * columns, k = choice->chosen;
-  const bool ahead = choice->how & TOAST_AHEAD, chosen = choice->how & TOAST_CHOSEN;
-  const bool best = choice->how & TOAST_BEST;
-  if (!toast::is_type(x->type) || k <= 0 || k > columns || columns > UINT32_MAX) return 1;
-  if (chosen && x->type != TOAST_F32) return 1;
-  if (choice->groups > 0 && (columns % choice->groups || choice->kept < 0)) return 1;
-  auto scores = toast::memory<float>(all), by = toast::memory<float>(all);
-  auto order = toast::memory<uint32_t>(all);
-  if (!scores || !by || !order) return 2;
-  if (int code = toast::scores_of(*x, columns, choice->how, scores.get())) return code;
-  auto drop = [&](float *numbers) {
-    for (int64_t row = 0; choice->groups > 1 && row < count; row++)
-      toast::drop_groups(*choice, columns, numbers + row * columns);
-  };
-  if (best) drop(scores.get());
-  for (int64_t i = 0; i < all; i++) by[i] = scores[i] + (bias ? bias[i % columns] : 0);
-  if (!best) drop(by.get());
-  for (int64_t i = 0; ahead && i < all; i++) by[i] = -by[i];
-  const toast_vectors rows = {by.get(), count, columns, TOAST_F32};
-  if (int code = toast::partition(rows, columns, ahead ? k - 1 : columns - k, order.get()))
-    return code;
-  for (int64_t row = 0; row < count; row++) {
-    const uint32_t *own = &order[row * columns + (ahead ? 0 : columns - k)];
-    float total = 0;
-    for (int64_t i = row * k; i < (row + 1) * k; i++) {
-      which[i] = *own++;
-      total += shares[i] = scores[row * columns + which[i]];
-    }
-    if (chosen) continue;
-    for (int64_t i = row * k; i < (row + 1) * k; i++)
-      shares[i] = (choice->how & TOAST_NORMED ? shares[i] / (total + choice->eps) : shares[i]) *
-                  choice->factor;
-  }
-  const toast_vectors found = {shares, count, k, TOAST_F32};
-  return chosen ? toast::softmax(found, k, shares, TOAST_F32) : 0;
 }
 
 int toast_quantise(const toast_vectors *x, int64_t columns, void *out) {

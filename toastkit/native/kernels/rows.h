@@ -93,11 +93,17 @@ TOAST_API int toast_dequantise(const void *rows, int64_t count, int64_t columns,
 //   NORMED: weights are divided by their sum (added up in that order) + eps;
 //   AHEAD: in the order in which it leaves the negated probabilities at the beginning;
 //   CHOSEN: weights are the softmax over the chosen logits only (x is float32);
-//   SCORED: the sigmoid of each logit in place of the softmax.
+//   SCORED: the sigmoid of each logit in place of the softmax;
+//   SPARSE: alone, without groups and bias (SparseMixer, arXiv 2310.00811; x is float32): the
+//     expert of the largest logit that is left, one after another, weighted by the softmax over
+//     those left of which no logit is further below it than eps times the larger magnitude.
 // groups: expert groups, adjacent; all but the `kept` best count as 0. A group's score is the sum
 // of its two largest; with BEST its largest, before any bias, and the weights of the others are 0
 // too. 0: no groups.
-enum { TOAST_NORMED = 1, TOAST_AHEAD = 2, TOAST_CHOSEN = 4, TOAST_SCORED = 8, TOAST_BEST = 16 };
+enum {
+  TOAST_NORMED = 1, TOAST_AHEAD = 2, TOAST_CHOSEN = 4, TOAST_SCORED = 8, TOAST_BEST = 16,
+  TOAST_SPARSE = 32
+};
 typedef struct {
   int32_t chosen, how, groups, kept;
   float eps, factor;  // factor multiplies weights, except with CHOSEN

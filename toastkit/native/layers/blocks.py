@@ -123,6 +123,41 @@ class ScaledLayer(Layer):
         return super(Layer, self).__call__(x, attn_scale, mask, cache)  # type: ignore[misc]
 
 
+class ForkedLayer(Layer):
+    """A layer whose network reads a norm of its own of the same input as attention, if a flag says
+    so (GPT-NeoX)."""
+
+    _forked = Block("attention", "input_layernorm", "mlp", "post_attention_layernorm")
+
+    @property
+    def _block(self: Any) -> Block:  # type: ignore[override]
+        return self._forked._replace(parallel=self.use_parallel_residual)
+
+
+class UnforkedLayer(Layer):
+    """One whose network reads the same norm then: left in parts (StableLM)."""
+
+    _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
+
+    def _plan_of(self: Any, columns: int) -> Plan | None:
+        return None if self.use_parallel_residual else super()._plan_of(columns)
+
+
+class PassingLayer(Layer):
+    """A layer that passes on its keys and values, which only layers that share them look at; where
+    they do, all are left in parts (Hunyuan)."""
+
+    _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
+
+    def __call__(  # type: ignore[override]
+        self: Any, x: mx.array, mask: Any = None, cache: Any = None, shared_kv_states: Any = None
+    ) -> tuple[mx.array, Any]:
+        y = None if self.args.use_cla else self.natively(x, mask, cache)
+        if y is not None:
+            return y, None
+        return super(Layer, self).__call__(x, mask, cache, shared_kv_states)  # type: ignore[misc]
+
+
 def _allows_two_nodes(plan: Plan, mask: Any, cache: Any) -> bool:
     """True if the layer can be two nodes around attention: native attention, or the architecture's
     function unless that has capped scores or a latent."""

@@ -27,7 +27,7 @@ class LayerShape(ctypes.Structure):
         *((name, ctypes.c_int32) for name in (
             "heads", "key_heads", "gated", "norm_after_rope", "fused_head", "shares_cache",
             "layer_input", "network", "activation", "latent", "nope", "query_rank", "expanded",
-            "layer_norms", "parallel",
+            "layer_norms", "parallel", "grouped",
         )),
         ("eps", ctypes.c_float * 8), ("plus", ctypes.c_float), ("multiplier", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("dims", "traditional", "inverse")),
@@ -87,8 +87,7 @@ class Plan(NamedTuple):
 def plan_of(layer: Any, columns: int) -> Plan | None:
     """Return the plan of a layer for x (..., columns); None if the library cannot compute one of
     its parts. The layer has a `_block`, and `_heads` of its attention."""
-    block = layer._block
-    attention, network = layer[block.attention], block.network and layer[block.network]
+    block, (holder, attention, network) = layer._block, _members_of(layer)
     names = layer._heads(attention)
     if names is None or names.scaled is not block.scaled:
         return None
@@ -128,7 +127,8 @@ def plan_of(layer: Any, columns: int) -> Plan | None:
     weights = _Norms(*(None if norm is None else (norm, "weight") for norm in norms))
     if norms.values is not None:  # it has no weight: 1 - plus makes it neutral
         weights = weights._replace(values=mx.full((attends.value_size,), 1 - plus))
-    modules = [one for one in (layer, attention, network, rope, *norms) if one is not None]
+    owners = layer, holder, attention, network, rope, *norms
+    modules = [one for one in owners if one is not None]
     parts = [
         *attends.parts, *(network_parts if matrices else []), *input_parts, *attends.extra_parts
     ]  # fmt: skip
@@ -143,6 +143,13 @@ def plan_of(layer: Any, columns: int) -> Plan | None:
         _norms_after_rope(norms, names),
         not (names.shares_cache or names.scaled or inputs),
     )  # fmt: skip
+
+
+def _members_of(layer: Any) -> tuple[Any, Any, Any]:
+    """The module that has the attention, which may be the layer; the attention; the network."""
+    block = layer._block
+    holder = layer if block.holder is None else layer[block.holder]
+    return holder, holder[block.attention], block.network and layer[block.network]
 
 
 def _input_parts_of(layer: Any) -> list[Any]:
@@ -197,7 +204,7 @@ def _attention_of(attention: Any, names: Heads, columns: int) -> _AttentionParts
         return None
     shape = LayerShape(
         heads, key_heads, 2 if gate_parts else names.gated, names.norm_after_rope,
-        names.fused and size,
+        names.fused and size, grouped=names.grouped,
     )  # fmt: skip
     return _AttentionParts(
         parts, operands, rope_size, value_size, shape, gate_parts, gate_operands or []

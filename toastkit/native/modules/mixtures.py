@@ -15,7 +15,17 @@ from toastkit.native.functions import Native
 from toastkit.native.library import Library, in_use
 from toastkit.native.modules.feed_forward import FeedForward, SwitchNetwork
 from toastkit.native.modules.products import Linear, operands_of
-from toastkit.native.operands import AHEAD, BEST, CHOSEN, NORMED, SCORED, Choice, Operand, Operands
+from toastkit.native.operands import (
+    AHEAD,
+    BEST,
+    CHOSEN,
+    NORMED,
+    SCORED,
+    SPARSE,
+    Choice,
+    Operand,
+    Operands,
+)
 from toastkit.native.operations import matmul, weighted_sum
 
 SUM_EPS = 1e-20  # that some architectures add to the sum of weights, against division by 0
@@ -294,6 +304,20 @@ class MixtureBiased(Mixture):
         normed = NORMED * bool(own["norm_topk_prob"])
         factor = own["routed_scaling_factor"]
         return Choice(own["top_k"], SCORED | normed, factor=factor, eps=1e-6)
+
+
+class MixtureSparse(Mixture):
+    """SparseMixer's (Phi-3.5-MoE)."""
+
+    def choice(self: Any) -> Choice:
+        own = vars(self)
+        return Choice(own["top_k"], SPARSE, eps=2 * own["jitter_eps"])
+
+
+class MixtureAheadOfWrapped(MixtureAhead):
+    """With a router module around a projection (Hunyuan)."""
+
+    _shared, _projection = "shared_mlp", "wg"
 
 
 class MixtureBiasedAhead(Mixture):
