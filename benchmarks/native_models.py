@@ -127,6 +127,12 @@ MODELS |= {
         "state_size": 16, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True,
         "time_step_rank": 64,
     },
+    "jamba": {
+        **DENSE, "model_type": "jamba", "num_key_value_heads": 4, "attn_layer_offset": 4,
+        "attn_layer_period": 8, "expert_layer_offset": 1, "expert_layer_period": 2,
+        "mamba_expand": 2, "mamba_d_conv": 4, "mamba_d_state": 16, "num_experts": 1,
+        "num_experts_per_tok": 1, "mamba_dt_rank": 64,
+    },
     "rwkv7": {
         **DENSE, "model_type": "rwkv7", "num_hidden_layers": 8, "norm_eps": 1e-5, "head_dim": 64,
         "a_low_rank_dim": 64, "v_low_rank_dim": 64, "gate_low_rank_dim": 128,

@@ -10,11 +10,12 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from tests.model.test_native_blocks import counted
 from tests.model.test_native_operations import alike, library
-from tests.model.test_recurrences import MIXERS, made, quantise, read
+from tests.model.test_recurrences import LEFT, MIXERS, made, quantise, read
 from tests.native_library import needed, operations_of, watched
 from toastkit.native.layers import blocks, mixer
 from toastkit.native.library import NONE
@@ -226,3 +227,35 @@ def test_layers_that_do_not_fit_together(library: Any) -> None:
             setattr(shape, name, before)
     made_of.shape.network = 0
     assert not one_fed()
+
+
+@pytest.mark.parametrize("name", sorted({"falcon_mamba", "jamba"} - LEFT))
+def test_scans_that_do_not_fit_together(library: Any, name: str) -> None:
+    """The library says so."""
+    layer = made(name, mx.float32)[1].layers[0]
+    x, cache = mx.random.normal((1, 3, 32)), ArraysCache(2)
+    assert layer.natively(x, None, cache) is not None
+    plan, part = layer._plan, layer.mamba if name == "jamba" else layer.mixer
+
+    def one(x: mx.array = x, before: Any = cache[0], state: Any = cache[1]) -> Any:
+        objects = (py_object * 3)(*(mx.array(0) for _ in range(3)))
+        given = (NONE if array is None else array for array in (before, state))
+        places = byref(plan.operands), byref(plan.shape), None, None
+        return taken(library.c.selective, objects, x, *given, *places)
+
+    assert one()
+    for wrong in (x[0], x[..., :16], x.astype(mx.float16)):
+        assert not one(wrong)
+    assert not (one(before=None) or one(state=cache[0]) or one(before=cache[0][:, 1:]))
+    for field in ("layer_norms", "parallel", "layer_input"):
+        setattr(plan.shape, field, 1)
+        assert not one()
+        setattr(plan.shape, field, 0)
+    given = {id(a): a for _, a in tree_flatten(part.parameters())}
+    for places in plan.operands._pointed[:2]:  # of parts, and beside them
+        for i, array in [(i, given[at]) for i, at in enumerate(places) if at and at in given]:
+            for wrong in (array[:-1], array.astype(mx.int32)):
+                places[i] = id(wrong)
+                assert not one()
+            places[i] = id(array)
+    assert one()

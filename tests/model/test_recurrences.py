@@ -24,7 +24,7 @@ from toastkit.engine.state import ModelState
 from toastkit.errors import DataError
 from toastkit.holdings.streams import arrays_in
 from toastkit.native import replacing
-from toastkit.native.layers import decoder
+from toastkit.native.layers import decoder, mixer
 from toastkit.native.modules import recurrent
 
 __all__ = ["built", "cache", "library"]
@@ -102,7 +102,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MIXERS = ("mamba2", "nemotron_h", "granitemoehybrid", "falcon_h1")
 OURS = {
-    "mamba": "ToastScan", "falcon_mamba": "ToastScan", "jamba": "ToastScan", "rwkv7": "ToastWkv",
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), "ToastSelective"), "rwkv7": "ToastWkv",
     "recurrent_gemma": "ToastLinear", "bailing_moe_linear": "ToastScan",
     "lfm2": "ToastShortConv", "lfm2_moe": "ToastShortConv",
     **dict.fromkeys(MIXERS, "ToastMixer"),
@@ -177,25 +177,35 @@ def test_they_give_what_mlx_lm_gives(name: str, monkeypatch: pytest.MonkeyPatch)
     assert alike(read(ours, [19])[0], wanted, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
+# The layer's class, its part that is no attention, and the norm before that.
+ONE_NODE: dict[str, tuple[type, str, str]] = {
+    **dict.fromkeys(("lfm2", "lfm2_moe"), (decoder.ConvolutionLayer, "conv", "operator_norm")),
+    **dict.fromkeys(("mamba", "falcon_mamba"), (mixer.MambaLayer, "mixer", "norm")),
+    "jamba": (mixer.SelectiveLayer, "mamba", "input_layernorm"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ONE_NODE.keys() - LEFT))
 @pytest.mark.parametrize("bits", [0, 4])
-def test_short_convolutions_in_one_node(name: str, bits: int) -> None:
+def test_layers_in_one_node(name: str, bits: int) -> None:
     """To the bit what their parts give, in any parts of a prompt, and with somebody before one."""
+    kind, part, norm = ONE_NODE[name]
     _, ours = made(name, mx.float32)
     if bits:
         quantise(ours, bits)
     parts = [1, 2, 3, 5, 20]
     (logits, kept), (whole, _) = read(ours, parts), read(ours, [])
-    with patch.object(decoder.ConvolutionLayer, "natively", lambda *_: None):
+    with patch.object(kind, "natively", lambda *_: None):
         theirs, theirs_kept = read(ours, parts)
     pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
     assert all(mx.array_equal(a, b) for a, b in pairs) and alike(logits, whole, 1e-4)
     layers = ours.make_cache()
     mx.eval(ours(mx.array([[3, 4, 5]]), cache=layers))
-    assert "ToastMixture" not in operations_of(ours(mx.array([[6]]), cache=layers))
-    seen = watched(ours.layers[0].conv)
+    found = operations_of(ours(mx.array([[6]]), cache=layers))
+    assert not {"ToastMixture", "ToastScan", "ToastAttention"} & {*found}
+    seen = watched(ours.layers[0][part])
     assert mx.array_equal(read(ours, parts)[0], logits) and len(seen) == len(parts) + 1
-    ours.layers[0].operator_norm.weight = ours.layers[0].operator_norm.weight * 2
+    ours.layers[0][norm].weight = ours.layers[0][norm].weight * 2
     assert not mx.array_equal(read(ours, parts)[0], logits)
 
 

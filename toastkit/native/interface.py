@@ -46,6 +46,7 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
     "route": (pointer, array, array, pointer),
     "rows": (*[array] * 5, integer, integer),
     "scan": (pointer, array * 9, real, real),
+    "selective": (pointer, *[array] * 3, *[pointer] * 4),
     "short_conv": (pointer, *[array] * 2, *[pointer] * 4),
     "softmax": (array, array),
     "weighted_sum": (*[array] * 3,),

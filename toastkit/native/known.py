@@ -33,7 +33,9 @@ from toastkit.native.layers.mixer import (
     GatedNorm,
     GatedNormInGroups,
     HybridLayer,
+    MambaLayer,
     NemotronLayer,
+    SelectiveLayer,
 )
 from toastkit.native.layers.sharing import Experts, RouterOfNorm, SharingLayer
 from toastkit.native.modules.mixtures import (
@@ -227,6 +229,9 @@ _KNOWN: list[tuple[type, str, str]] = [
     (Experts, "gemma4_text.Experts", "7afdb11b23c48e01"),
     (SelectiveScan, "mamba.MambaBlock", "d9a77290910299c9 169a314aa037a616"),
     (SelectiveScanNormed, "jamba.JambaMambaMixer", "a731a5ac4897cd1f"),
+    (MambaLayer, "mamba.ResidualBlock", "ff01b8b4dd6f4fb4"),
+    (SelectiveLayer, "jamba.JambaDecoderLayer", "51f927911e371095"),
+    (_attention(rope=None, **COUNTS), "jamba.JambaAttention", "2dff4f5b86d7a511"),
     (GeneralisedDelta, "rwkv7.Rwkv7TimeMixing", "eb228e5a704d8b51"),
     (AfmoeAttention, "afmoe.Attention", "c278e3c631b97143"),
     (MixtureOfWrapped, "afmoe.AfmoeMoE", "9035049a859353b0 09d59d102695e7a5"),

@@ -1,5 +1,6 @@
 """Layers of Nemotron-H and Granite 4, each one node: with a Mamba-2 mixer in place of attention, or
-a network alone. Recognised by their source (known.py)."""
+a network alone; and those of Mamba and Jamba, with a selective scan. Recognised by their source
+(known.py)."""
 
 from __future__ import annotations
 
@@ -7,11 +8,14 @@ from ctypes import byref
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from toastkit.native.forms.common import Block, Known
+from toastkit.native.layers.blocks import Layer
 from toastkit.native.layers.plans import NO_EXTRAS, Extras
 from toastkit.native.layers.recurrent import (
     NORM_COUNT,
+    VALUE_NORM,
     RecurrentLayer,
     StepPlan,
     norms_of,
@@ -20,7 +24,7 @@ from toastkit.native.layers.recurrent import (
 from toastkit.native.library import in_use
 from toastkit.native.modules.mixtures import Mixture, MixtureShape, is_mixture
 from toastkit.native.modules.norms import Norm
-from toastkit.native.modules.recurrent import Convolution, Mixer
+from toastkit.native.modules.recurrent import Convolution, Mixer, SelectiveScan
 
 
 class GatedNorm(Known):
@@ -127,6 +131,59 @@ class HybridLayer(MixerLayer):
 
     def _mixture_shape(self: Any, mixture: Mixture) -> MixtureShape | None:
         return mixture.as_shape(self["shared_mlp"])
+
+
+class SelectiveLayer(RecurrentLayer):
+    """Jamba's: attention or a selective scan, then a network or experts: (B, L, columns) float32.
+    _mixer: its part with the scan."""
+
+    _block = Block("self_attn", "input_layernorm", "feed_forward", "pre_ff_layernorm")
+    _function, _mixer = "selective", "mamba"
+
+    @property
+    def _attends(self: Any) -> bool:
+        return self.is_attn
+
+    def _recurrent_step(self: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
+        return super()._recurrent_step(x, None, cache)  # the architecture ignores masks here
+
+    def _step_plan(self: Any, columns: int) -> StepPlan | None:
+        mixer, network = self[self._mixer], self._block.network and self[self._block.network]
+        conv, calls = mixer["conv1d"], (Known.__call__, Convolution.__call__)
+        if (type(mixer).__call__, type(conv).__call__) != calls or not conv.is_plain():
+            return None
+        if not issubclass(type(mixer), SelectiveScan) or hasattr(mixer, "mixer_norm"):
+            return None
+        norms, own = norms_of(self, None), _norms_of_scan(mixer)
+        if norms is None or own is None:
+            return None
+        norms[VALUE_NORM - 2 : VALUE_NORM + 1] = own
+        parts = [mixer[name] for name in ("in_proj", "x_proj", "dt_proj", "out_proj")]
+        arrays = [(conv, "weight"), (conv, "bias") if "bias" in conv else None, None]
+        arrays += [(mixer, "A_log"), (mixer, "D")]
+        return step_plan(self, columns, (self, mixer, conv), parts, network, [], norms, arrays)
+
+
+class MambaLayer(SelectiveLayer):
+    """Mamba's: a scan alone."""
+
+    _block = Block("mixer", "norm", None, None)
+    _mixer, _attends = "mixer", False  # type: ignore[assignment]
+
+    def __call__(self: Any, x: mx.array, cache: Any) -> mx.array:  # type: ignore[override]
+        y = self.natively(x, None, cache)
+        return super(Layer, self).__call__(x, cache) if y is None else y  # type: ignore[misc]
+
+
+def _norms_of_scan(mixer: Any) -> list[Any] | None:
+    """The norms of time steps, B and C, or None for each; None if one is not native."""
+    if mixer._norms:
+        norms = [mixer[name] for name in mixer._norms]
+        return norms if all(type(one).__call__ is Norm.__call__ for one in norms) else None
+    if not mixer.use_bcdt_rms:
+        return [None] * 3
+    sizes = mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size
+    return [nn.RMSNorm(size, mixer.args.mixer_rms_eps) for size in sizes]  # as if without weights
 
 
 def _network_plan(layer: Any, columns: int) -> StepPlan | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from toastkit.native.forms.common import Known
 from toastkit.native.functions import Native, replaces, stands_for
 from toastkit.native.library import NONE, called, in_use, objects
 from toastkit.native.operations import fits, rms_norm, silu, swiglu
@@ -258,7 +259,7 @@ class MixerGivenCacheFirst(Mixer):
         return super(Mixer, self).__call__(input_states, cache, mask)  # type: ignore[misc]
 
 
-class SelectiveScan(Native):
+class SelectiveScan(Known):
     """Mamba's block: all positions at once. _norms: the attributes of the norms of delta, B and C,
     in an architecture that always has them."""
 
