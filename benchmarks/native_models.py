@@ -127,6 +127,12 @@ MODELS |= {
         "state_size": 16, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True,
         "time_step_rank": 64,
     },
+    "mamba2": {
+        **DENSE, "model_type": "mamba2", "num_hidden_layers": 12, "num_heads": 32, "head_dim": 64,
+        "state_size": 128, "conv_kernel": 4, "n_groups": 1, "use_bias": False,
+        "use_conv_bias": True, "layer_norm_epsilon": 1e-5, "expand": 2, "chunk_size": 256,
+        "time_step_limit": [0.0, float("inf")], "time_step_rank": 64,
+    },
     "jamba": {
         **DENSE, "model_type": "jamba", "num_key_value_heads": 4, "attn_layer_offset": 4,
         "attn_layer_period": 8, "expert_layer_offset": 1, "expert_layer_period": 2,

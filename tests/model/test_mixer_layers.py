@@ -37,7 +37,7 @@ GRANITE = {
 }  # fmt: skip
 LAYERS = [
     ("nemotron_h", NEMOTRON), ("granitemoehybrid", GRANITE), ("granitemoehybrid", {}),
-    ("nemotron_h", NEMOTRON | {"n_shared_experts": None, "mlp_bias": True}),
+    ("nemotron_h", NEMOTRON | {"n_shared_experts": None, "mlp_bias": True}), ("mamba2", {}),
 ]  # fmt: skip
 
 
@@ -129,7 +129,9 @@ def test_layers_of_attention_and_mixers(name: str, more: dict, bits: int) -> Non
 
 
 @pytest.mark.parametrize("bits", [0, 4])
-@pytest.mark.parametrize("case", LAYERS, ids=["nemotron", "granite-experts", "granite", "alone"])
+@pytest.mark.parametrize(
+    "case", LAYERS, ids=["nemotron", "granite-experts", "granite", "alone", "mamba"]
+)
 def test_layers_in_one_node(case: tuple[str, dict], bits: int) -> None:
     """In any parts of a prompt, and with somebody before one."""
     name, more = case

@@ -106,7 +106,7 @@ OURS = {
     "recurrent_gemma": "ToastLinear", "bailing_moe_linear": "ToastScan",
     "lfm2": "ToastShortConv", "lfm2_moe": "ToastShortConv",
     **dict.fromkeys(MIXERS, "ToastMixer"),
-    **dict.fromkeys(("nemotron_h", "granitemoehybrid"), "ToastMixerLayer"),
+    **dict.fromkeys(("mamba2", "nemotron_h", "granitemoehybrid"), "ToastMixerLayer"),
 }  # fmt: skip
 LEFT = {"falcon_mamba"} if OLD_MLX_LM else set()  # which normalises twice there
 # MLX has experts on the CPU in float32 alone.

@@ -30,6 +30,7 @@ from toastkit.native.layers.latent_attention import (
     ScaledLatentAttention,
 )
 from toastkit.native.layers.mixer import (
+    BareMixerLayer,
     GatedNorm,
     GatedNormInGroups,
     HybridLayer,
@@ -198,6 +199,8 @@ _KNOWN: list[tuple[type, str, str]] = [
     (ConvolutionLayer, "lfm2_moe.Lfm2DecoderLayer", "2cefc83b3b70e4cd"),
     (Known, "lfm2_moe.ShortConv", "335f74b67bd97914"),
     (Mixer, "mamba2.Mamba2Block", "f287fbbe418194aa"),
+    (BareMixerLayer, "mamba2.ResidualBlock", "0b6f37bd719f05c5"),
+    (GatedNorm, "mamba2.MambaRMSNormGated", "bdab6611f523d381"),
     (NemotronLayer, "nemotron_h.NemotronHBlock", "ff351c51727082a3"),
     (
         _attention(heads="num_heads", key_heads="num_key_value_heads", rope=None),

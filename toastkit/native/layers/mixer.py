@@ -54,7 +54,7 @@ class MixerLayer(RecurrentLayer):
         calls: Any = Mixer.__call__, Convolution.__call__
         if (type(mixer).__call__, type(conv).__call__) != calls or not conv.is_plain():
             return None
-        if norm is not None and type(norm).__call__ is not Known.__call__:
+        if norm is not None and type(norm).__call__ is not Known.__call__ or not mixer.is_limited:
             return None
         arrays = [(conv, "weight"), (conv, "bias") if "bias" in conv else None, None]
         arrays += [(mixer, name) for name in ("A_log", "D", "dt_bias")]
@@ -105,6 +105,13 @@ class NemotronLayer(MixerLayer):
         layer = byref(plan.operands), byref(plan.shape), byref(mixture) if mixture else None
         library.c.fed(out, x, *layer)
         return out
+
+
+class BareMixerLayer(MixerLayer):
+    """Mamba-2's: a mixer alone."""
+
+    _block = Block("mixer", "norm", None, None)
+    _attends = False  # type: ignore[assignment]
 
 
 class HybridLayer(MixerLayer):

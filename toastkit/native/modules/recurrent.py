@@ -216,7 +216,7 @@ class Mixer(Native):
         library, conv = in_use(), self["conv1d"]
         if library is None or mask is not None or cache is None or cache.lengths is not None:
             return None
-        if not _is_range(self.time_step_limit):
+        if not self.is_limited:
             return None
         arrays = [conv["weight"], conv.get("bias"), cache[0], self["A_log"], self["D"]]
         arrays += [self["dt_bias"], cache[1]]
@@ -231,6 +231,11 @@ class Mixer(Native):
         cache.advance(x.shape[1])
         gate = projected[..., : y.shape[2]]
         return self["out_proj"](self["norm"](y, gate) if "norm" in self else swiglu(gate, y))
+
+    @property
+    def is_limited(self: Any) -> bool:
+        """True if time steps have a lower and an upper limit, as `shape` needs them."""
+        return _is_range(self.time_step_limit)
 
     def shape(self: Any, normed: int = 0) -> MixerShape:
         """Its constants. normed: numbers per group of its norm."""
