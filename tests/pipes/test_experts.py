@@ -79,12 +79,15 @@ def test_frames_say_how_each_step_was_done(toast) -> None:
 
 def test_a_step_after_the_end_does_not_count(toast) -> None:
     """As text a greedy answer is deferred: a step more has been run when its end is known."""
-    asked = ["decode", "--experts", "little", "--temp", "0", "Who are you?"]
+    modes = ["--experts", "little", "--gear", "low"]
+    asked = ["decode", *modes, "--temp", "0", "Who are you?"]
     told, text = toast(*asked, "--json"), toast(*asked, "-v")
     last = json.loads(told.stdout.splitlines()[-1])
     assert last["end"] == "eos" and last["experts"]["steps"] == last["n"] - 1
     said = f"experts: little, K 2 of 4; {last['n'] - 1} steps\n"
     assert said in text.stderr.decode() and last["experts"]["little_k"] == 2
+    assert f"gears: low {last['gears']['low']}, mid 0, high 0 steps" in text.stderr.decode()
+    assert last["gears"]["low"] == last["experts"]["steps"]
 
 
 @pytest.mark.parametrize("kind", ["little", "mobile:0.9"])

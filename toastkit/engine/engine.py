@@ -270,6 +270,11 @@ class Engine:
         for policy in self.policies:
             policy.count_step()
 
+    def uncount_step(self) -> None:
+        """Have the policies take back the last step they counted."""
+        for policy in self.policies:
+            policy.uncount_step()
+
     def look_ahead(self, state: ModelState) -> None:
         """Build a state's next step for a token to come, unless building its graph would run
         layers."""

@@ -207,6 +207,9 @@ class RemoteEngine:
         """Send one token, as StepEngine, without waiting for the answer. A wish is not sent on."""
         state.step(token)
 
+    def uncount_step(self) -> None:
+        """Do nothing: tokens come back as numbers here, so that no step is too many."""
+
     def look_ahead(self, state: RemoteState) -> None:
         """Do nothing: the daemon looks ahead by itself."""
 

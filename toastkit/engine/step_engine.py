@@ -98,6 +98,9 @@ class StepEngine(Protocol[S]):
     def consume(self, state: S, token: Any, wish: Wish = NO_WISH) -> None:
         """Run one more token, an int or a device array (). Lazy: nothing is waited for."""
 
+    def uncount_step(self) -> None:
+        """Leave the last step out of the run's report: its token was after the run's end."""
+
     def look_ahead(self, state: S) -> None:
         """Build the next step for a token to come, if that is possible."""
 

@@ -110,6 +110,10 @@ class GearPolicy(Policy):
         """Count a step in this gear."""
         self.tokens[self.gear] += 1
 
+    def uncount_step(self) -> None:
+        """Take back one step in this gear."""
+        self.tokens[self.gear] -= 1
+
     def report(self) -> dict[str, Any]:
         """A report of all runs: mode and scope, and as `run_report`."""
         return {"mode": self.options.mode, "scope": self.options.scope, **super().report()}

@@ -77,6 +77,9 @@ class Policy:
     def count_step(self) -> None:
         """Called for each step, in the current forms."""
 
+    def uncount_step(self) -> None:
+        """Called where the last step counted turns out to be after the end of its run."""
+
     def run_report(self) -> dict[str, Any]:
         """A report of the run since `begin_run`."""
         return self._report_of(self._run_counts())

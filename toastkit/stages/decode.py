@@ -101,7 +101,7 @@ def _steps(
     selection fell back. (The model may take steps for others meanwhile.)"""
     context = engine.context
     drawn = steps = 0
-    started = None
+    started, unread = None, False
     while True:
         yield from run.emit(state, started)
         if state.passed is not None:
@@ -113,8 +113,9 @@ def _steps(
         following = run.next()
         token, end = following.token, following.end
         if token is None:
-            if run.deferred and not run.keeps(state):
+            if unread and end != "interrupt" and not run.keeps(state):
                 del fallbacks[-1:]  # a step after the last sampled token
+                engine.uncount_step()
             return End(end or "interrupt", drawn)
         started = time.perf_counter()
         drawn += 1
@@ -126,5 +127,6 @@ def _steps(
         # A kept session holds every token of the answer, the last one too.
         if not full and (end is None or run.keeps(state)):
             run.consume(state, token, Wish(following.gear, following.expected))
+            unread = not isinstance(token, int)  # its end is noticed a step late
         if end is not None:
             return End(end, drawn)

@@ -61,8 +61,6 @@ class PipeRun:
     """A run on decode's side: see `protocol.DecodeRun`. session_path: where the state comes
     from."""
 
-    deferred = False
-
     def __init__(self, end: DecodeEnd, head: Head, session_path: str):
         self.head = head
         self.answers = end.own is not None

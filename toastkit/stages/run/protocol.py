@@ -74,12 +74,10 @@ class DecodeRuns(Protocol):
 
 
 class DecodeRun(Protocol):
-    """One run on decode's side. head: the one to pass on, which names the run. deferred: a token is
-    run before it is known, so that its end is noticed a step late. answers: every step's token
-    comes from the run itself, the last one's too."""
+    """One run on decode's side. head: the one to pass on, which names the run. answers: every
+    step's token comes from the run itself, the last one's too."""
 
     head: Head
-    deferred: bool
     answers: bool
 
     def take(self, engine: StepEngine, ids: list[int]) -> State:
