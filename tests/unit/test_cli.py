@@ -75,6 +75,7 @@ def lines_of(done: subprocess.CompletedProcess, name: str, code: int) -> tuple[s
 
 MISSPELT = [
     ("decode", "--tmp", "--temp"), ("decode", "--temperatur", "--temperature"),
+    ("decode", "--max", "--max-tokens"), ("decode", "--no", "--no-generation-prompt"),
     ("sample", "--top-pp", "--top-p"), ("prefill", "--sesion", "--session"),
     ("entropy-gear", "--hysterisis", "--hysteresis"),
     ("detokenize", "--fail-on-lenght", "--fail-on-length"), ("frames", "--from-jsn", "--from-json"),
@@ -375,6 +376,7 @@ def test_variables_set_options(toast) -> None:
 @pytest.mark.parametrize(
     ("command", "variable", "value", "message"),
     [("decode hi", "NATIVE", b"on", "invalid value for 'TOAST_NATIVE': 'on' is not one of 'auto'"),
+     ("decode hi", "JSON", b"maybe", "invalid value for 'TOAST_JSON': 'maybe' is neither 1 nor 0"),
      ("sample", "TEMP", b"abc", "invalid value for 'TOAST_TEMP': 'abc' is not a number"),
      ("sample", "LOGIT_BIAS", b"x", "TOAST_LOGIT_BIAS takes ID=B, not 'x'"),
      ("tokenize hi", "TEMPLATE_ARG", b"x", "TOAST_TEMPLATE_ARG takes NAME=VALUE, not 'x'"),

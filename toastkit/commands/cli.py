@@ -17,6 +17,7 @@ import click
 from toastkit import __version__
 from toastkit.commands import COMMANDS, program_name
 from toastkit.commands.completion import complete, files, script
+from toastkit.commands.sizes import Switch
 from toastkit.errors import (
     IOFailure,
     RemoteError,
@@ -39,6 +40,7 @@ AS_TEXT = {
 }  # fmt: skip
 FRAMES_SECONDS = 2.0  # how long a command that failed waits to see whether it is fed frames
 WRITES = {command.program: command.writes for command in COMMANDS}
+SWITCH = Switch()
 TYPED = click.core.ParameterSource.COMMANDLINE
 
 
@@ -65,6 +67,8 @@ def command(name: str, under: click.Group | None = None, **settings: Any):
             option = isinstance(parameter, click.Option)
             if option and parameter.expose_value and parameter.allow_from_autoenv:
                 parameter.envvar = _variables(parameter)
+                if isinstance(parameter.type, click.types.BoolParamType):
+                    parameter.type = SWITCH
             if parameter.type is click.STRING and parameter._custom_shell_complete is None:
                 parameter._custom_shell_complete = files
         if under is not None:
@@ -377,6 +381,9 @@ def _misuse(error: click.ClickException, name: str) -> UsageError:
     context, near = getattr(error, "ctx", None), getattr(error, "possibilities", None)
     if type(error) is click.BadParameter and context and isinstance(error.param, click.Option):
         error.param_hint = repr(spelled(error.param.name or "", context))
+    if isinstance(error, click.NoSuchOption) and context:
+        every = [name for parameter in context.command.params for name in parameter.opts]
+        near = [name for name in every if name.startswith(error.option_name)] or near
     text = " ".join((error.message if near else error.format_message()).split()).rstrip(".")
     text = text[:1].lower() + text[1:] if text[1:2].islower() else text
     asked = f"{context.command_path if context is not None else name} --help"

@@ -54,6 +54,17 @@ class Float(_Written, click.types.FloatParamType):
     form, said = _FLOAT, "a number"
 
 
+class Switch(click.types.BoolParamType):
+    """A flag that a variable sets."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
+        """True for 1, yes, true and on, False for their opposites. Others are a usage error."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value[:40]!r} is neither 1 nor 0", param, ctx)
+
+
 class Word(click.ParamType):
     """A word with a meaning, given by `parse`."""
 
