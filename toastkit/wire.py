@@ -26,6 +26,7 @@ from toastkit.interrupts import Interrupt
 MAX_REPLY = 64 << 20  # bytes of a line; the longest is an answer's whole text, or a step's logits
 NOBODY = (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED)
 SILENCE_SECONDS = 5.0  # without a reply, until that is told
+GRACE_SECONDS = 5.0  # for each reply, once nobody reads the output: a step, and the commit
 RETRY_SECONDS = 0.02  # between attempts to connect where too many wait for the listener
 
 _UCRED = struct.Struct("iII")  # Linux: pid, uid, gid
@@ -62,8 +63,9 @@ class Waiter:
     """Waits for one daemon, never blocking where a signal would not help.
 
     interrupts: if given, a signal ends the waiting. watch: a pipe or a socket, such as stdout; once
-    it has no reader, waiting ends with BrokenPipeError. deadline: of time.monotonic; past it,
-    waiting ends with TimeoutError. silent: called once if nothing has come after SILENCE_SECONDS.
+    it has no reader, waiting ends with BrokenPipeError, unless the socket is ready within `grace`
+    seconds. deadline: of time.monotonic; past it, waiting ends with TimeoutError. silent: called
+    once if nothing has come after SILENCE_SECONDS.
     """
 
     def __init__(
@@ -72,9 +74,11 @@ class Waiter:
         watch: int | None = None,
         deadline: float | None = None,
         silent: Callable[[], None] | None = None,
+        grace: float = 0.0,
     ):
         self._interrupts = interrupts
         self._watch = watch
+        self._grace, self._gone = grace, False
         self._deadline = math.inf if deadline is None else deadline
         self._silent = silent
         self._tell_at = math.inf if silent is None else time.monotonic() + SILENCE_SECONDS
@@ -97,9 +101,12 @@ class Waiter:
     def ready(self, connection: socket.socket, events: int) -> bool:
         """Wait until a socket is ready for `events`; False if a signal came first."""
         self._poll.register(connection, events)
-        while (found := self._look()) is not None:
+        patient_until = time.monotonic() + self._grace
+        while (found := self._look(patient_until if self._gone else math.inf)) is not None:
             if connection.fileno() in found:
                 return True
+            if self._gone and time.monotonic() >= patient_until:
+                raise _no_reader()
         return False
 
     def pause(self, seconds: float) -> bool:
@@ -108,6 +115,8 @@ class Waiter:
         while time.monotonic() < until:
             if self._look(until) is None:
                 return False
+            if self._gone:
+                raise _no_reader()
         return True
 
     def _look(self, until: float = math.inf) -> dict[int, int] | None:
@@ -124,8 +133,15 @@ class Waiter:
         if interrupts is not None and interrupts.fileno() in found and interrupts.noted():
             return None
         if self._watch is not None and found.get(self._watch, 0) & GONE:
-            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+            if not self._grace:
+                raise _no_reader()
+            self._poll.unregister(self._watch)
+            self._watch, self._gone = None, True
         return found
+
+
+def _no_reader() -> BrokenPipeError:
+    return BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def connect(path: str, own: bool = False, waiter: Waiter | None = None) -> socket.socket | None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.fake_daemon import HOLD, FakeDaemon
 from tests.unit.test_attach import FULL, HELLO, MODEL, VOCAB, attached, restored
+from toastkit.engine import remote
 from toastkit.engine.remote import attach
 from toastkit.interrupts import Interrupt
 from toastkit.session.directory import Session
@@ -42,6 +43,24 @@ def test_a_signal_ends_the_wait_for_a_silent_daemon(tmp_path: Path) -> None:
     with FakeDaemon([HELLO]) as daemon:  # a run is for its stage to end
         engine = attach(daemon.path, MODEL, "auto", None, None, interrupts=Noted())
         assert engine is not None and engine.vocab == VOCAB
+
+
+def test_a_silent_daemon_is_not_waited_for_once_nobody_reads(tmp_path: Path, monkeypatch) -> None:
+    """Nor is the commit; one that answers in time is, as the session is to be kept."""
+    monkeypatch.setattr(remote, "GRACE_SECONDS", 0.05)
+    here, there = os.pipe()
+    scripts = [HELLO], restored(1, FULL), [HOLD]
+    with FakeDaemon(*scripts) as daemon, Session.open(tmp_path / "s", MODEL) as session:
+        engine = attach(daemon.path, MODEL, "auto", None, None, watch=there)
+        assert engine is not None
+        os.close(here)
+        state, _ = engine.restore(session, [5])
+        state.step(1)
+        with pytest.raises(BrokenPipeError):
+            state.values()
+        state.commit()
+        state.close()
+    os.close(there)
 
 
 def test_a_second_signal_ends_a_run_whose_daemon_is_silent(tmp_path: Path, signals) -> None:

@@ -12,6 +12,7 @@ from toastkit.commands import policy_flags, resident_flags
 from toastkit.commands.cli import given, say
 from toastkit.commands.options import native_options
 from toastkit.commands.progress import last_part, tell_silence, waiting, watched
+from toastkit.descriptors import is_pipe
 from toastkit.errors import CannotCreateError
 from toastkit.frames import Head
 from toastkit.native.starting import NativeOptions
@@ -96,8 +97,9 @@ def attach(
     silent = partial(tell_silence, path) if watched(flags) else None
     warn = None if flags["quiet"] else say
     device, dtype, kv_bits = (flags[name] for name in ("device", "dtype", "kv_bits"))
+    watch = 1 if is_pipe(1) else None
     return attach_to_daemon(
-        path, fingerprint(), device, dtype, kv_bits, tell, insisted, signals, silent, warn
+        path, fingerprint(), device, dtype, kv_bits, tell, insisted, signals, silent, warn, watch
     )
 
 

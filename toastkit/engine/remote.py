@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from toastkit.errors import ToastError, UnavailableError, UsageError
 from toastkit.holdings.policy import NO_WISH, Wish
-from toastkit.wire import Waiter, Wire, connect, remote_error
+from toastkit.wire import GRACE_SECONDS, Waiter, Wire, connect, remote_error
 
 if TYPE_CHECKING:
     import socket
@@ -43,6 +43,7 @@ def attach(
     interrupts: Interrupt | None = None,
     silent: Callable[[], None] | None = None,
     warn: Callable[[str], None] | None = None,
+    watch: int | None = None,
 ) -> RemoteEngine | None:
     """Return the engine of the daemon that listens at a path, or None if there is none, or if it
     would not compute what this process would.
@@ -51,10 +52,11 @@ def attach(
     the daemon must use what they would give here. say: takes a line on what a running daemon
     answered. resident: the setting that its residency must have, as ResidencyOptions.setting has
     it; None for any. interrupts: a signal ends the wait for an answer, and the process. silent:
-    called once if that takes long. warn: takes each warning of a run, once. Raises UsageError if it
-    has another.
+    called once if that takes long. warn: takes each warning of a run, once. watch: a descriptor
+    such as stdout; once it has no reader, an answer that takes long is not waited for, and
+    BrokenPipeError raised. Raises UsageError if it has another.
     """
-    waiter = Waiter(interrupts, silent=silent)
+    waiter = Waiter(interrupts, watch, silent=silent, grace=GRACE_SECONDS)
     try:
         connection = connect(path, True, waiter)
     except UnavailableError:
@@ -92,7 +94,8 @@ def attach(
 
 class Operations:
     """Ops to the daemon and their answers, in turn. waiting: the op whose answer is due. given_up:
-    a signal has ended the wait for it, and nothing more is to be waited for."""
+    a signal, or the end of the output's reader, has ended the wait for it, and nothing more is to
+    be waited for."""
 
     def __init__(self, connection: socket.socket, path: str, waiter: Waiter | None = None):
         self.waiting: str | None = None
@@ -120,7 +123,7 @@ class Operations:
         assert self.waiting is not None
         try:
             reply = self._wire.reply()
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, BrokenPipeError):
             self.given_up = True
             raise
         if reply is None:
