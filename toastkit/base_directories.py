@@ -55,3 +55,18 @@ def listed(folder: os.PathLike[str]) -> list[str]:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError:
         return []
+
+
+def can_be_written(directory: str) -> bool:
+    """True if files can be created in a directory, or it can be created itself."""
+    while not os.path.exists(directory):
+        directory = os.path.dirname(directory)
+    return os.access(directory, os.W_OK)
+
+
+def remove_old(directory: str, keep: int, endings: tuple[str, ...]) -> None:
+    """Remove all but the newest `keep` of the files whose names end so. Raises OSError."""
+    files = [entry for entry in os.scandir(directory) if entry.name.endswith(endings)]
+    files.sort(key=lambda entry: entry.stat(follow_symlinks=False).st_mtime_ns)
+    for entry in files[:-keep]:
+        os.unlink(entry.path)

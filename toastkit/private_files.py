@@ -16,6 +16,7 @@ import os
 import stat
 import struct
 import sys
+import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from threading import Thread
 
+STALE_SECONDS = 3600.0  # a file that is being written is no older
 RWF_DONTCACHE = 0x80  # of preadv2; Linux 6.14
 _FLOCK = "hhqqi4x"  # struct flock of Linux
 _KINDS = {
@@ -152,10 +154,12 @@ def replace_file(
     path: Path | str, data: bytes, sync: bool, contended: bool = False, at: int | None = None
 ) -> None:
     """Replace a file by `data` atomically: write a temporary file beside it, sync, rename. The
-    directory is not synced. contended: several processes may do so at once. at: as in open_private.
-    Raises OSError, with the file unchanged."""
+    directory is not synced. contended: several processes may do so at once; what killed ones have
+    left is removed. at: as in open_private. Raises OSError, with the file unchanged."""
     temporary = f"{path}.{os.getpid()}.tmp" if contended else f"{path}.tmp"
     _remove(temporary, at)  # left by a killed process, or planted
+    if contended:
+        _sweep(path)
     try:
         with closing_fd(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, at)) as fd:
             pwrite_all(fd, data, 0)
@@ -171,6 +175,18 @@ def replace_file(
 def _remove(path: Path | str, at: int | None) -> None:
     with suppress(FileNotFoundError):
         os.unlink(path, dir_fd=at)
+
+
+def _sweep(path: Path | str) -> None:
+    """Remove the temporary files of other replacements of a file that are old: their processes were
+    killed. (The numbers in their names may be other processes' by now, or another machine's.)"""
+    folder, name = os.path.split(path)
+    with suppress(OSError), os.scandir(folder or ".") as entries:
+        for entry in entries:
+            temporary = entry.name.startswith(f"{name}.") and entry.name.endswith(".tmp")
+            since = time.time() - STALE_SECONDS
+            if temporary and entry.stat(follow_symlinks=False).st_mtime < since:
+                os.unlink(entry.path)
 
 
 def try_lock(fd: int) -> bool:
@@ -284,21 +300,6 @@ def not_private(directory: str) -> str | None:
     if stat.S_IMODE(info.st_mode) != 0o700:
         return f"has mode {stat.S_IMODE(info.st_mode):04o} instead of 0700"
     return None
-
-
-def can_be_written(directory: str) -> bool:
-    """True if files can be created in a directory, or it can be created itself."""
-    while not os.path.exists(directory):
-        directory = os.path.dirname(directory)
-    return os.access(directory, os.W_OK)
-
-
-def remove_old(directory: str, keep: int, endings: tuple[str, ...]) -> None:
-    """Remove all but the newest `keep` of the files whose names end so. Raises OSError."""
-    files = [entry for entry in os.scandir(directory) if entry.name.endswith(endings)]
-    files.sort(key=lambda entry: entry.stat(follow_symlinks=False).st_mtime_ns)
-    for entry in files[:-keep]:
-        os.unlink(entry.path)
 
 
 class DataFiles:

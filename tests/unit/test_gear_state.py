@@ -4,6 +4,7 @@ the session does not mind the file."""
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from pathlib import Path
 
@@ -165,6 +166,18 @@ def test_a_session_does_not_mind_the_file(session_dir: Path):
     (session_dir / f"{GEAR_FILE}.1.tmp").write_bytes(b"\x81")
     with Session.open(session_dir, MODEL) as session:
         assert session.n_past == 20
+
+
+def test_what_killed_writers_left_is_removed(session_dir: Path) -> None:
+    """After an hour: a younger one may be being written, by a process of another container."""
+    left, new = (session_dir / f"{GEAR_FILE}.{pid}.tmp" for pid in (1, 2**31))
+    for file in (left, new, session_dir / "other.1.tmp"):
+        file.write_bytes(b"\x81")
+        if file != new:
+            os.utime(file, (0, time.time() - 3700))
+    save(session_dir, 10, 1, STATE)
+    names = [name for name in os.listdir(session_dir) if name.endswith(".tmp")]
+    assert sorted(names) == [new.name, "other.1.tmp"]
 
 
 def test_an_ephemeral_session_takes_the_file_with_it(state_home: Path):

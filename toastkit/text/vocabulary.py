@@ -15,7 +15,7 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
-from toastkit.private_files import can_be_written
+from toastkit.base_directories import can_be_written
 from toastkit.text import library
 from toastkit.text.vocabulary_table import Table, table_folder
 from toastkit.threads import start_process

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from toastkit.base_directories import remove_old
 from toastkit.private_files import (
     closing_fd,
     make_private_directories,
     not_private,
     open_private,
-    remove_old,
     replace_file,
     try_lock,
 )

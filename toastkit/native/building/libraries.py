@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from toastkit.base_directories import own_directory
+from toastkit.base_directories import can_be_written, own_directory, remove_old
 from toastkit.errors import IOFailure, ToastError, UnavailableError, from_os_error, reported_as
 from toastkit.interrupts import Signals
 from toastkit.native.building import ready
@@ -37,13 +37,11 @@ from toastkit.native.building.compiling import (
 )
 from toastkit.native.building.ready import digest
 from toastkit.private_files import (
-    can_be_written,
     closing_fd,
     make_private_directories,
     not_private,
     open_private,
     read_file,
-    remove_old,
     replace_file,
     try_lock,
 )
