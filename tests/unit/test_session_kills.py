@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,11 @@ from session_states import (
     state_bytes,
 )
 
-from toastkit.errors import IOFailure, ToastError
+from toastkit.errors import BusyError, IOFailure, ToastError
 from toastkit.session import names
 from toastkit.session.blocks import LayerSource
 from toastkit.session.directory import Session
+from toastkit.session.lock import WriterLock
 
 
 def expected(tokens: list[int]) -> list[bytes]:
@@ -187,3 +189,24 @@ def test_an_error_is_a_toast_error_when_the_directory_goes(state_home: Path):
         session.path.rmdir()
         with pytest.raises(ToastError, match="cannot save session one"):
             commit(session, [1, 2])
+
+
+@pytest.mark.parametrize("first", ["makes", "removes"])
+def test_two_who_commit_nothing_leave_no_directory(
+    state_home: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Another takes the lock just after one has made the directory, or before it removes it."""
+    path, others = names.resolve("one"), []
+    owner, name = (WriterLock, "acquire") if first == "makes" else (Path, "rmdir")
+    real = getattr(owner, name)
+
+    def late(where: Path) -> object:
+        monkeypatch.setattr(owner, name, real)
+        others.append(Session.open(path, MODEL))
+        return real(where)
+
+    monkeypatch.setattr(owner, name, late)
+    with suppress(BusyError):
+        Session.open(path, MODEL).close()
+    others.pop().close()
+    assert not path.exists()

@@ -64,12 +64,14 @@ def prepare(path: Path, create: bool) -> bool:
 
 
 def lock_prepared(path: Path, create: bool) -> tuple[WriterLock, bool]:
-    """Prepare a directory and take its lock. Return with it whether there was no directory. Raises
-    as prepare and WriterLock.acquire do."""
+    """Prepare a directory and take its lock. Return with it whether the directory is to go if
+    nothing is committed: there was none, or it is a named session's, which another process may have
+    made and failed to lock, or to remove since this one has. Raises as prepare and
+    WriterLock.acquire do."""
     while True:
         made = prepare(path, create)
         try:
-            return WriterLock.acquire(path), made
+            return WriterLock.acquire(path), made or path.parent == sessions_root()
         except CannotCreateError:
             if os.path.lexists(path):
                 raise
