@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.model.checkpoints import open_model, open_store, same, tied_llama
+from tests.model.checkpoints import open_model, open_store, quantised_qwen3, same, tied_llama
 from tests.model.published import write_published
 from toastkit.errors import DataError, NoInputError
 from toastkit.store.ledger import Ledger, layer_owner
@@ -142,6 +142,10 @@ def test_weights_that_do_not_fit(tmp_path: Path, mlx_started) -> None:
         file.write_bytes(whole.replace(b'"F16"', f'"{dtype}"'.encode()))
         with pytest.raises(DataError, match=f"is stored as {dtype}, which are no weights"):
             open_store(path)
+    packed = next(quantised_qwen3(tmp_path / "q").glob("*.safetensors"))
+    packed.write_bytes(packed.read_bytes().replace(b'"U32"', b'"I32"'))
+    with pytest.raises(DataError, match="is stored as I32, which are no weights"):
+        open_store(packed.parent)
     file.unlink()
     with pytest.raises(NoInputError, match="is missing"):
         open_store(path)

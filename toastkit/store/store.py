@@ -134,10 +134,12 @@ class Store:
             shape, dtype = expected[name]
             if self.shape(name) != shape:
                 raise ValueError(f"{name} has shape {list(self.shape(name))}, not {list(shape)}")
-            # Undecoded codes of a quantisation would pass for numbers.
-            if mx.issubdtype(dtype, mx.floating) != mx.issubdtype(self.dtype(name), mx.floating):
+            # Undecoded codes of a quantisation would pass for numbers, and others for packed ones.
+            found = self.dtype(name)
+            floating = mx.issubdtype(found, mx.floating)
+            if mx.issubdtype(dtype, mx.floating) != floating or mx.uint32 == dtype != found:
                 stored = self._stored.get(name)
-                kind = self.dtype(name) if stored is None else self._raw.place(stored)[1].dtype
+                kind = found if stored is None else self._raw.place(stored)[1].dtype
                 raise ValueError(f"{name} is stored as {kind}, which are no weights")
         missing = sorted(set(expected) - set(self.names))
         if missing:
