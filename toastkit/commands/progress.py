@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from toastkit.commands.cli import say
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 1.0  # seconds before anything is shown
 LABEL_CHARACTERS = 24
+ROOM = 3  # columns for ^C, and the cursor after it
 
 
 class ProgressBar:
@@ -64,6 +65,9 @@ class ProgressBar:
             if self._bar is not None:
                 self._bar.close()
                 self._bar = None
+                with suppress(OSError):  # ^C, too, which the terminal has added
+                    blank = " " * (_columns() + ROOM - 1)
+                    print(f"\r{blank}", end="\r", file=sys.stderr, flush=True)
 
     def _show(self) -> None:
         """Draw, on the timer's thread: the work may be one long call."""
@@ -97,7 +101,7 @@ class ProgressBar:
 def _columns() -> int:
     """Maximum width of the line: the terminal's current width, less the ^C of an impatient
     person."""
-    return max(1, (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 3)
+    return max(1, (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - ROOM)
 
 
 def last_part(name: str) -> str:
