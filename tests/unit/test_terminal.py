@@ -175,7 +175,7 @@ def test_a_line_that_is_said_meanwhile_is_whole(impatient) -> None:
 
 ENDS = """
 import sys, threading
-from toastkit.commands import progress
+from toastkit.commands import cli, progress
 progress.PATIENCE = 0
 bar = progress.ProgressBar("prefill")
 bar(1, 9)
@@ -185,7 +185,9 @@ for timer in threading.enumerate()[1:]:
 """
 
 
-@pytest.mark.parametrize("end", ["print(end='^C'); raise KeyboardInterrupt", "sys.exit(143)"])
+@pytest.mark.parametrize(
+    "end", ["print(end='^C'); raise KeyboardInterrupt", "sys.exit(143)", "cli.die_by_sigpipe()"]
+)
 def test_an_interrupted_bar_vanishes_too(terminal: Terminal, end: str) -> None:
     code = ["-c", "import sys; sys.excepthook = lambda *a: None" + ENDS.format(end=end)]
     tty = terminal.tty  # which itself adds ^C

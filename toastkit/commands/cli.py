@@ -392,6 +392,9 @@ def _misuse(error: click.ClickException, name: str) -> UsageError:
 
 def die_by_sigpipe() -> NoReturn:
     """End this process as a closed pipe ends any Unix filter: silently, by SIGPIPE."""
+    if bars := sys.modules.get("tqdm.std"):
+        for bar in list(bars.tqdm._instances):
+            bar.close()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGPIPE)
     os._exit(141)  # if SIGPIPE is blocked
