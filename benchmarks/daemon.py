@@ -1,13 +1,16 @@
 """What the daemon saves: the table of the toasted memo, in one run on the embedded model.
 
     python benchmarks/daemon.py [--history 20000] [--contexts 1000,8000,28000,68000] [--rounds 5]
-                                [--clients 1,2,4,8] [--only history,turns,contexts,clients,start]
+                                [--clients 1,2,4,8] [--document 2000]
+                                [--only history,turns,contexts,clients,shared,start]
 
 history   seconds to the first word with so much history: read anew, remembered, and remembered by
           a daemon that was killed (kill -9) and started again.
 turns     states and bytes that are kept of a chat of 11 turns, beside one state of its length.
 contexts  seconds a token at a length of history, relative to the shortest.
 clients   tokens a second of so many clients at once, stepping together and in turn.
+shared    tokens read, and seconds to the first token of each, where as many clients as are given
+          last send the same prompt at once, of as many tokens as --document says.
 start     milliseconds from the start of `toast` to its request at the daemon.
 
 The model's context is stretched for this. All times are seen from outside the daemon.
@@ -25,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -197,6 +201,24 @@ def throughput(daemon: Daemon, count: int) -> float:
     return count * tokens / (time.perf_counter() - start)
 
 
+def shared(model: Path, count: int, tokens: int, rounds: int) -> None:
+    """What a prompt costs that several clients send at once."""
+    rows: list[list[Answer]] = []
+    options = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with Daemon(model) as daemon, ThreadPoolExecutor(count) as threads:
+        for attempt in range(rounds):
+            text = f"{attempt}. " + long_text(tokens, attempt * 1000)
+            asked = [threads.submit(daemon.ask, prompt=text, options=options) for _ in range(count)]
+            rows.append(sorted((one.result() for one in asked), key=lambda said: said.first))
+    length = rows[0][0].stats["prompt"]
+    read = [sum(said.stats["prompt"] - said.stats["cached"] for said in row) for row in rows]
+    print(f"{count} clients with the same {length:,} tokens at once: median (min .. max)")
+    print(f"  {'tokens read':28} {spread(read, digits=0)}")
+    for place in range(count):
+        name = f"first token of the {place + 1}., s"
+        print(f"  {name:28} {spread([row[place].first for row in rows], digits=3)}")
+
+
 def start(rounds: int) -> None:
     """From the start of the process until its request has arrived whole."""
     values, bare = [], []
@@ -236,8 +258,9 @@ def main() -> None:
     parser.add_argument("--history", type=int, default=20_000)
     parser.add_argument("--contexts", default="1000,8000,28000,68000")
     parser.add_argument("--clients", default="1,2,4,8")
+    parser.add_argument("--document", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="start,clients,turns,history,contexts")
+    parser.add_argument("--only", default="start,clients,shared,turns,history,contexts")
     given = parser.parse_args()
     lengths = [int(n) for n in given.contexts.split(",")]
     counts = [int(n) for n in given.clients.split(",")]
@@ -247,6 +270,7 @@ def main() -> None:
         parts = {
             "start": lambda: start(given.rounds),
             "clients": lambda: clients(model, counts, given.rounds),
+            "shared": lambda: shared(model, counts[-1], given.document, given.rounds),
             "turns": lambda: turns(model),
             "history": lambda: history(model, given.history, given.rounds),
             "contexts": lambda: contexts(model, lengths, given.rounds),

@@ -206,12 +206,13 @@ class Driver:
         priority: int = 0,
         channel: FakeChannel | None = None,
         tools: list | None = None,
+        keep: bool = True,
         **options: Any,
     ) -> Asked:
         """Gives a request its place. what: messages, token ids, or a prompt. options: those of a
         request; 8 tokens and token replies where nothing else is said."""
         options = {"max_tokens": 8, "tokens": True, **options}
-        document: dict[str, Any] = {"options": options, "priority": priority}
+        document: dict[str, Any] = {"options": options, "priority": priority, "keep": keep}
         if isinstance(what, str):
             document["prompt"] = what
         else:

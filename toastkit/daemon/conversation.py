@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toastkit.daemon.channel import error_reply
 from toastkit.daemon.history import conversation_hash
 from toastkit.daemon.prepare import Prepared, messages_of
-from toastkit.daemon.scheduled_runs import ScheduledRuns
+from toastkit.daemon.scheduled_runs import MIN_APART, ScheduledRuns
 from toastkit.daemon.spill import CachedState
 from toastkit.engine.savepoints import copy_caches
 from toastkit.errors import ToastError, drop_frames
 from toastkit.frames import End, Frame, Prefilled, Text, Token, Tokens, pack_ids
 from toastkit.interrupts import Interrupt
+from toastkit.prefix import common_prefix
 from toastkit.stages.answer import AnswerOptions, answer, draws_on_device
 from toastkit.stages.detokenize import TextOptions
 from toastkit.stages.run.protocol import Pause
@@ -79,7 +81,7 @@ class Conversation:
         wanted, sampling = self.prepared.request.options, self.prepared.sampling
         most = wanted.max_tokens
         return AnswerOptions(
-            read=ReadOptions(chunk=self._service.settings.chunk, progress=self._progress),
+            read=ReadOptions(chunk=self._service.settings.chunk, progress=self.progress),
             draw=DrawOptions(sampling, wanted.top, most, wanted.ignore_eos, wanted.tokens),
             text=TextOptions(wanted.stop, wanted.keep_special),
             telemetry=wanted.tokens,
@@ -91,6 +93,34 @@ class Conversation:
     @property
     def reading(self) -> bool:
         return self.want == "read"
+
+    @property
+    def held(self) -> int:
+        """Tokens that its state has read; 0 until it has begun."""
+        return 0 if self.runs.state is None else len(self.runs.state.tokens)
+
+    @property
+    def leads(self) -> bool:
+        """Whether others may continue from its state while it reads."""
+        return self.reading and self.runs.state is not None and self.prepared.request.keep
+
+    def leader(self, others: Iterable[Conversation]) -> Conversation | None:
+        """Before it has begun: the conversation to wait for, because that is about to read what
+        they have in common and is not kept yet. It is asked to stop where they part."""
+        ids, best, where = self.prepared.ids, None, 0
+        for other in others:
+            theirs = other.prepared.ids
+            apart = min(common_prefix(ids, theirs), len(ids) - 1, len(theirs) - 1)
+            if apart > where and apart - other.held >= MIN_APART and other.held >= self._known:
+                best, where = other, apart
+        if best is not None:
+            best.runs.stop_at(where)
+            self.progress(best.held, len(ids))
+        return best
+
+    @cached_property
+    def _known(self) -> int:
+        return self.runs.known(self.prepared.ids)
 
     def advance(self) -> None:
         """Run until it needs the device again, or is over."""
@@ -182,7 +212,8 @@ class Conversation:
         """The answer so far."""
         return "".join(self._text)
 
-    def _progress(self, done: int, total: int) -> None:
+    def progress(self, done: int, total: int) -> None:
+        """Tell the client how many tokens of its prompt have been read, but not too often."""
         now = time.perf_counter()
         if done < total and now - self._told >= PROGRESS_SECONDS:
             self._told = now

@@ -63,17 +63,23 @@ class Memory:
 
     # ------------------------------------------------------------------------------------- looking
 
-    def find(self, key: int, ids: Sequence[int], path: Path | None = None) -> Match:
+    def find(
+        self,
+        key: int,
+        ids: Sequence[int],
+        path: Path | None = None,
+        others: Sequence[CachedState] = (),
+    ) -> Match:
         """The longest reusable prefix of a prompt.
 
         key: hash of the prompt's history, all but its last message. ids: the prompt's tokens; at
         least one is left to prefill, to have logits. path: of the named session of the request,
-        preferred among equals.
+        preferred among equals. others: states that are not kept (yet), to be looked at too.
         """
         wanted = array("I", ids)
         why = "no conversation that begins like this is kept" if self.kept else "nothing is kept"
         best, best_rank = Match(None, 0, why), (0, False, 0)
-        for kept, common in self._candidates(key, wanted):
+        for kept, common in self._candidates(key, wanted, others):
             most = min(common, len(ids) - 1)
             if most < best.count:
                 continue
@@ -88,11 +94,14 @@ class Memory:
                 best = match
         return best
 
-    def _candidates(self, key: int, wanted: array) -> Iterator[tuple[CachedState, int]]:
+    def _candidates(
+        self, key: int, wanted: array, more: Sequence[CachedState]
+    ) -> Iterator[tuple[CachedState, int]]:
         """The states with the length of the prefix that they share with a prompt: first those of
         the hash, then the others, longest prefix first."""
         yield from ((k, common_prefix(k.tokens, wanted)) for k in self.kept if k.key == key)
         others = [(k, common_prefix(k.tokens, wanted)) for k in self.kept if k.key != key]
+        others += [(k, common_prefix(k.tokens, wanted)) for k in more]
         yield from sorted(others, key=lambda pair: -pair[1])
 
     def _usable(self, kept: CachedState, most: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,12 @@ from toastkit.engine.engine import CHUNK, Engine
 from toastkit.engine.savepoints import always_trimmable, take_savepoint, thinned
 from toastkit.engine.state import ModelState
 from toastkit.engine.step_engine import State, StepEngine
+from toastkit.errors import ToastError
 from toastkit.frames import Frame, Head, Logits
 from toastkit.holdings.policy import NO_WISH, Wish
 from toastkit.interrupts import Interrupt
 from toastkit.session.directory import Session
+from toastkit.session.names import resolve
 from toastkit.stages.run.one_process import LocalRuns
 from toastkit.stages.run.protocol import Pause, experts_of
 from toastkit.stages.run.settings import ReadOptions
@@ -65,6 +68,24 @@ class ScheduledRuns(LocalRuns):
         self.cached = 0
         self.why = ""
 
+    def known(self, ids: list[int]) -> int:
+        """Before it has begun: how many tokens of the prompt are kept, in the state cache or in the
+        named session."""
+        count = self._service.memory.find(self._key, ids).count
+        if self._name is not None:
+            with (
+                suppress(ToastError),  # told once it begins
+                Session.open(resolve(self._name), None, create=False, write=False) as session,
+            ):
+                count = max(count, session.reusable(ids))
+        return count
+
+    def stop_at(self, count: int) -> None:
+        """Have a prefill pass end at this position, unless one does just before: another prompt
+        branches off here, and is to continue from this state."""
+        if not any(count - MIN_APART < point <= count for point in self._points):
+            self._points.append(count)
+
     @property
     def _held(self) -> ScheduledState:
         assert self.state is not None  # restore has made it
@@ -95,9 +116,11 @@ class ScheduledRuns(LocalRuns):
         """The initial state: from the state cache, or from the named session."""
         named = self.session()
         path = None if named is None else named.path
+        unfinished = self._service.unfinished()
         while True:
-            match = self._service.memory.find(self._key, ids, path)
-            self.parent, self.why = match.kept, match.why
+            match = self._service.memory.find(self._key, ids, path, unfinished)
+            self.why = match.why
+            self.parent = None if match.kept in unfinished else match.kept
             stored = 0 if named is None else min(named.reusable(ids), len(ids) - 1)
             if named is not None and stored > match.count:
                 return self._restored(engine, ids, named)
@@ -132,7 +155,7 @@ class ScheduledRuns(LocalRuns):
         return min([size, *(n - len(state.tokens) for n in self._points if n > len(state.tokens))])
 
     def passed(self, state: State) -> Iterator[Any]:
-        if len(state.tokens) in self._points:
+        if len(state.tokens) in self._points and not always_trimmable(self._held.cache):
             self._note_savepoint(self._held)
         yield Pause("read")
 

@@ -9,6 +9,7 @@ because MLX's streams belong to threads: the daemon's worker for many clients (w
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from toastkit.daemon.conversation import Channel, Conversation
 from toastkit.daemon.memory import Memory
 from toastkit.daemon.prepare import Prepared, Preparer
 from toastkit.daemon.service_settings import ServiceSettings
-from toastkit.daemon.spill import Spill
+from toastkit.daemon.spill import CachedState, Spill
 from toastkit.daemon.stepper import Stepper
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 SLICE_SECONDS = 0.05  # of prefill, between two steps of others
 SHIFTING_SECONDS = 1.0  # instead, if prefill and decode need the weights in different forms
 MIN_SLICE, FIRST_SLICE = 16, 32  # tokens
+NO_KEY = -1  # no conversation's hash
 
 
 class Service:
@@ -122,16 +124,20 @@ class Service:
 
     def _read(self, readers: list[Conversation]) -> None:
         """Run a prefill pass for one of the readers: of the highest priority, round-robin among
-        equals."""
+        equals. One that waits for a common prefix leaves its turn to the conversation that reads
+        it; one that has just waited comes first, before that has read on."""
         highest = max(c.prepared.request.priority for c in readers)
         first = [c for c in readers if c.prepared.request.priority == highest]
-        conversation = min(first, key=lambda c: c.last_read)
+        leading = [c for c in readers if c.leads]
+        leaders = {c: c.leader(leading) for c in first if c.runs.state is None}
+        conversation = min(first, key=lambda c: (leaders.get(c, c) is not None, c.last_read))
         self._turns += 1
         conversation.last_read = self._turns
-        begun, before = conversation.runs.state is not None, _held(conversation)
+        conversation = leaders.get(conversation) or conversation
+        begun, before = conversation.runs.state is not None, conversation.held
         start = time.perf_counter()
         self._advance(conversation)
-        read = _held(conversation) - before
+        read = conversation.held - before
         if begun and conversation.reading and read >= MIN_SLICE:
             self.rate = read / (time.perf_counter() - start)
 
@@ -177,6 +183,15 @@ class Service:
             self._tell(error)
 
     # --------------------------------------------------------------------------- for conversations
+
+    def unfinished(self) -> list[CachedState]:
+        """The states of prompts that are being read, for others to continue from."""
+        states = [c.runs.state for c in self.active if c.leads]
+        return [
+            CachedState(NO_KEY, array("I", state.tokens), state.cache, state.savepoints)
+            for state in states
+            if state is not None
+        ]
 
     def slice_size(self) -> int | None:
         """Tokens of the next prefill pass: the device's default if nobody waits for a step, else as
@@ -251,11 +266,6 @@ class Service:
         self.memory.unload()
         self.engine.close()
         return self.memory.summary()
-
-
-def _held(conversation: Conversation) -> int:
-    state = conversation.runs.state
-    return 0 if state is None else len(state.tokens)
 
 
 def open_service(
