@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ class Memory:
         self._spill = spill
         self._clock = itertools.count(1)
         self.kept: list[CachedState] = []
-        self.unsaved: deque[CachedState] = deque()  # `write` is still to be called for these
+        self.unsaved: deque[CachedState] = deque()  # still to be written, the first one by now
+        self._writing: Generator[None, None, None] | None = None  # the slices of that one
         ledger.measure(SESSIONS, lambda: sum(kept.nbytes for kept in list(self.kept)))
         for stored in spill.scan() if spill is not None else ():
             stored.used = next(self._clock)
@@ -188,6 +189,7 @@ class Memory:
 
     def _replace(self, old: CachedState, new: CachedState) -> None:
         """Evict a state that the new one continues, which takes its place on disk."""
+        self._abandon(old)
         self.kept.remove(old)
         if old.own:
             return
@@ -196,11 +198,34 @@ class Memory:
         elif old.path is not None and self._spill is not None:
             self._spill.remove(old.path)
 
-    def write(self, kept: CachedState) -> None:
-        """Write a state to disk, as far as it is not there yet."""
+    def write_some(self) -> None:
+        """Write the next slice of the states that are not on disk yet."""
+        if self._writing is None:
+            self._writing = self._write(self.unsaved[0])
+        for _ in self._writing:
+            return
+        self._writing = None
+        self.unsaved.popleft()
+
+    def _write_now(self, kept: CachedState) -> None:
+        """Write a state to disk, and before it the one that is being written."""
+        while self._writing is not None:
+            self.write_some()
+        for _ in self._write(kept):
+            pass
+
+    def _abandon(self, kept: CachedState) -> None:
+        """Stop writing a state, if it is being written: what is on disk of it is of no use."""
+        if self._writing is not None and self.unsaved[0] is kept:
+            self._writing.close()
+            self._writing = None
+            self.unsaved.popleft()
+
+    def _write(self, kept: CachedState) -> Generator[None, None, None]:
+        """Write a state to disk, as far as it is not there yet; yield after each slice."""
         if self._spill is None or kept.cache is None or kept.saved or kept not in self.kept:
             return
-        if not self._spill.write(kept):
+        if not (yield from self._spill.write(kept)):
             kept.path, kept.generation, kept.saved, kept.refused = None, 0, False, True
             return
         gone = set(self._spill.prune(keep=kept.path))
@@ -223,7 +248,7 @@ class Memory:
                 break
             total -= kept.nbytes
             if not kept.saved:
-                self.write(kept)
+                self._write_now(kept)
             self._drop(kept)
 
     def _drop(self, kept: CachedState) -> None:
@@ -237,6 +262,7 @@ class Memory:
         kept.cache, kept.savepoints = None, []
 
     def _forget(self, kept: CachedState, on_disk: bool = True) -> None:
+        self._abandon(kept)
         if kept in self.kept:
             self.kept.remove(kept)
         if on_disk and kept.path is not None and not kept.own and self._spill is not None:

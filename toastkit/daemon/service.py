@@ -115,7 +115,7 @@ class Service:
         if readers:
             self._read(readers)
         if self.memory.unsaved:
-            self.memory.write(self.memory.unsaved.popleft())
+            self.memory.write_some()
 
     def give_up(self, conversation: Conversation) -> None:
         """Stop a conversation where it is."""
@@ -256,7 +256,7 @@ class Service:
         """Write to disk what is not there yet, retrying what failed before."""
         self.memory.unsaved += [kept for kept in self.memory.kept if kept.refused]
         while self.memory.unsaved:
-            self.memory.write(self.memory.unsaved.popleft())
+            self.memory.write_some()
 
     def close(self) -> dict[str, Any]:
         """Write cached states to disk and release the device; return what is cached now, for the

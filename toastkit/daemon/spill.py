@@ -2,9 +2,9 @@
 
 $XDG_CACHE_HOME/toastkit/conversations/FINGERPRINT-VARIANT/HASH/
 
-They are written after every turn, without fsync: a commit survives the death of the process, and
-one torn by a power failure is detected by its checksums and dropped. The oldest are removed when
-all together exceed the budget.
+They are written after every turn, in slices, between which the device is free for others, and
+without fsync: a commit survives the death of the process, and one torn by a power failure is
+detected by its checksums and dropped. The oldest are removed when all together exceed the budget.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import os
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from toastkit.base_directories import own_directory
@@ -27,6 +28,7 @@ from toastkit.session.savepoints import Savepoint
 from toastkit.session.upkeep import STALE_SECONDS
 
 FINGERPRINT_DIGITS = 16
+SLICE_BYTES = 4 << 20  # written between two steps of others, in some 15 ms
 LOOK_SECONDS = 60.0  # between two looks at all of them: other daemons may write there too
 
 
@@ -105,9 +107,10 @@ class Spill:
                 cuts=session.can_trim, saved=True,
             )  # fmt: skip
 
-    def write(self, kept: CachedState) -> bool:
+    def write(self, kept: CachedState) -> Generator[None, None, bool]:
         """Write a conversation in memory, only the changes if an earlier turn is on disk, and note
-        its place; return True on success."""
+        its place; return True on success. Yields after each slice, for others to use the device: it
+        is committed after the last, and abandoned if the generator is closed before."""
         assert kept.cache is not None  # or there is nothing to write
         name, tokens = f"{kept.key:016x}", kept.tokens.tolist()
         try:
@@ -116,7 +119,9 @@ class Spill:
             if path is None or not path.is_dir():
                 path = self._free_name(name)
             with Session.open(path, self.fingerprint, durable=False) as session:
-                session.continues(common_prefix(session.tokens, tokens), kept.generation)
+                shared = common_prefix(session.tokens, tokens)
+                session.continues(shared, kept.generation)
+                yield from _write_rows(session, shared, tokens, kept.cache)
                 session.commit(tokens, kept.cache, None, kept.savepoints)
                 generation = session.generation
                 if not path.name.startswith(name):
@@ -170,6 +175,20 @@ class Spill:
         self._sizes.pop(path, None)
         if path.parent == self.root:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_rows(
+    session: Session, shared: int, tokens: list[int], cache: list
+) -> Generator[None, None, None]:
+    """Write most rows that follow the `shared` ones ahead of a commit; yield after each slice."""
+    from toastkit.session.caches import describe, first_rows, in_slices
+
+    sources = describe(cache)
+    for count in in_slices(sources, len(tokens), SLICE_BYTES):
+        if count > shared:
+            rows = [first_rows(source, count) for source in sources]
+            session.write_layers_ahead(tokens[:count], partial(list, rows), len(tokens))
+            yield
 
 
 def last_used(fingerprint: str) -> Iterator[list[int]]:
