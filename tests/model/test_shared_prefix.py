@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
 from tests.model.service_driver import Asked, Driver, Engines, common, system, user
+from toastkit.daemon import spill
 from toastkit.daemon.scheduled_runs import MIN_APART
 from toastkit.engine.engine import Engine
 from toastkit.errors import DataError
@@ -174,3 +176,29 @@ def test_who_knows_more_does_not_wait(engines: Engines, tmp_path) -> None:
             one.channel.gone = True
         driver.finish()
         driver.service.memory.kept = kept
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_whoever_comes_and_goes(engines: Engines, monkeypatch, tmp_path, name, seed: int) -> None:
+    """In whatever order: all who stay are answered, as if each were alone."""
+    monkeypatch.setattr(spill, "SLICE_BYTES", 1 << 12)
+    draw = random.Random(seed)
+    cache_bytes = draw.choice([0, 200_000, 2 << 30])
+    driver = driver_of(engines, name, cache_bytes=cache_bytes)
+    texts = [BOOK[: 61 * n] + end for n in (6, 24) for end in ("", OTHER[:300])]
+    asked: list[tuple[Asked, list]] = []
+    for number in range(12):
+        prompt = [system(BOOK[:610])] * draw.randrange(2) + [user(draw.choice(texts))]
+        session = None if draw.random() < 0.8 else tmp_path / str(number)
+        settings = {"keep": draw.random() < 0.8, "priority": draw.randrange(2), "session": session}
+        asked.append((driver.start(prompt, **settings), prompt))
+        for _ in range(draw.choice([0, 1, 8])):
+            driver.service.turn()
+        leaves = draw.choice(asked)[0]
+        leaves.channel.gone |= not leaves.over and draw.random() < 0.35
+    driver.finish()
+    for one, prompt in asked:
+        if not one.channel.gone:
+            same(engines, name, one, prompt)
+    assert driver.engine.ledger.of(CACHE) == 0 and not driver.said
