@@ -74,6 +74,13 @@ def expected(crumb) -> list[mx.array]:
     return answer(crumb)
 
 
+@pytest.fixture(scope="module")
+def baked_gears(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with two gears stored."""
+    path = tmp_path_factory.mktemp("baked") / "crumb.toast"
+    return baked("crumb", path, gears=("low", "mid"))
+
+
 @pytest.mark.parametrize(("count", "placement"), list(zip((0, 3, 5, 8), cycle(PLACEMENTS))))
 def test_results_are_those_of_a_model_that_stays(expected, count: int, placement: str) -> None:
     engine = streaming("layers", count, placement=placement)
@@ -226,13 +233,11 @@ def test_a_budget_holds_everything() -> None:
 @pytest.mark.parametrize(("mode", "native"), [("low", "auto"), ("mid", "off"), ("auto", "auto")])
 @pytest.mark.parametrize("stored", [True, False])
 def test_layers_count_as_what_they_take_in_a_fixed_gear(
-    mode: str, native: str, stored: bool, tmp_path: Path
+    mode: str, native: str, stored: bool, baked_gears: Path
 ) -> None:
     """All stay in steps where some do for a prompt, which is read in high gear. Never, nor within
     a pass or a shift, does the account pass the budget; no result changes."""
-    path, options = "crumb", GearOptions(mode, scope="all")
-    if stored:
-        path = baked(path, tmp_path / "crumb.toast", gears=("low", "mid"))
+    path, options = baked_gears if stored else "crumb", GearOptions(mode, scope="all")
     gears = ["low", "mid", "high", "low"]
     staying = open_model(path, native=native, gear_options=options)
     wanted = answer(staying, lambda n: Wish(gears[n]))
