@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from toastkit.daemon import stepper as stepper_module
 from toastkit.daemon import worker
 from toastkit.daemon.prepare import Preparer
 from toastkit.daemon.service import Service
-from toastkit.daemon.spill import Spill
+from toastkit.daemon.spill import CachedState, Spill
 from toastkit.engine.batch import Batch, can_batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.policy_options import PolicyOptions
@@ -211,20 +211,24 @@ def test_a_long_prompt_holds_nobody_up(start) -> None:
 
 def test_a_thread_that_dies_saves_what_it_can(start, monkeypatch, plain: Plain) -> None:
     running = start()
-    written: list[int] = []
-    tried: list[int] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(Spill, "write", lambda spill, *arguments: tried.append(1))  # a full disk
-        running.answer()
-        eventually(lambda: tried)
-    monkeypatch.setattr(Spill, "write", lambda spill, *arguments: written.append(1))
+    writes: list[CachedState] = []
+
+    def full(spill: Spill, kept: CachedState) -> Generator[None, None, bool]:
+        writes.append(kept)
+        return False
+        yield
+
+    monkeypatch.setattr(Spill, "write", full)
+    running.answer()
+    eventually(lambda: writes)
+    tried = len(writes)
 
     def fails(service: Service) -> None:
         raise RuntimeError("the device has gone")
 
     monkeypatch.setattr(Service, "turn", fails)
     running.ask()
-    eventually(lambda: running.worker.failure is not None and written)
+    eventually(lambda: running.worker.failure is not None and len(writes) > tried)
 
 
 # ------------------------------------------------------------------------------ what has changed
