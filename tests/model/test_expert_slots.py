@@ -295,13 +295,21 @@ def test_a_device_whose_memory_is_its_own(models, expected, monkeypatch) -> None
 
 
 def test_steps_say_what_they_wanted(models) -> None:
+    """And not what prompts did before them: their own, or another's."""
     engine = opened(models["olmoe"], 3)
     state = ModelState(engine.new_cache())
     engine.consume(state, 5)
-    layers = len(engine.holdings.slots.layers)
-    assert state.experts == {"wanted": layers * CHOSEN, "hit": 0}
+    wanted = len(engine.holdings.slots.layers) * CHOSEN
+    assert state.experts == {"wanted": wanted, "hit": 0}
     engine.consume(state, 5)
-    assert state.experts is not None and state.experts["hit"] > 0
+    assert state.experts["wanted"] == wanted and state.experts["hit"] > 0
+    batch = Batch(engine)
+    batch.join([state, read(engine, PROMPT)])
+    batch.step([5, 5])  # of the same token, in which both may want the same
+    assert wanted <= batch.members[0].experts["wanted"] <= 2 * wanted
+    state = read(engine, PROMPT)
+    engine.consume(state, 5)
+    assert state.experts["wanted"] == wanted
     whole = opened(models["olmoe"])
     state = ModelState(whole.new_cache())
     whole.consume(state, 5)

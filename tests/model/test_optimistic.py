@@ -239,7 +239,6 @@ def test_what_was_missed_is_read_ahead(models) -> None:
     state = read(engine, PROMPT)
     counts = engine.holdings.slots.counts
     before = counts.as_map()
-    engine.holdings.slots.counted()
     spoil(engine, lambda *_: True)
     engine.consume(state, 7)
     now = {name: value - before[name] for name, value in counts.as_map().items()}

@@ -86,6 +86,7 @@ class Batch:
         engine, experts = self._engine, self._engine.experts
         ids = mx.stack([mx.array(token, mx.uint32).reshape(1) for token in tokens])
         engine.decide(NO_WISH)
+        engine.holdings.counted_experts()  # those of prompts since the last step
         passed = [None if experts is None else Passed(experts.k_now, False)] * len(tokens)
         if experts is None or experts.options.threshold is None:
             logits = list(engine.step_rows(ids, self.caches))

@@ -258,6 +258,7 @@ class Engine:
         self.decide(wish)
         self.count_step()
         self.prepare(wish)
+        self.holdings.counted_experts()  # those of prompts since the last step
         if self.experts is None:
             state.logits = state.next_logits(self.step, token)
         else:
