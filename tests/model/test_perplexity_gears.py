@@ -117,6 +117,12 @@ def scheduled(gears: Iterable[str]) -> Chooser:
     return lambda entropy: next(wishes)
 
 
+def told_of(gears: Iterable[str]) -> list[str]:
+    """The gears of all passes, of those for all passes but the first of each window."""
+    wanted = iter(gears)
+    return ["high" if n % WINDOW == 0 else next(wanted) for n in range(COUNT)]
+
+
 def selected(scores: Scores, options: SelectorOptions, window: int) -> list[str]:
     """The gears that a selector chooses from the entropies, each window anew and in high gear."""
     gears = []
@@ -184,10 +190,8 @@ def test_a_schedule_that_was_recorded_gives_the_same(geared, mixed, ids) -> None
 def test_a_schedule_of_ones_own(geared, in_gear, ids) -> None:
     """One list may serve all windows; it is asked for every pass but the first of each."""
     gears = ["low", "high", "mid", "mid", "low"] * 12
-    schedule = scheduled(gears)
+    schedule, told = scheduled(gears), told_of(gears)
     mine = joined(score_in_gears(geared, ids, WINDOW, lambda: schedule))
-    wanted = iter(gears)
-    told = ["high" if n % WINDOW == 0 else next(wanted) for n in range(COUNT)]
     assert mine.gears == told
     close(mine, *reference(in_gear, ids, told, WINDOW))
 
@@ -201,8 +205,9 @@ def test_gears_that_are_only_watched(crumb, ids, monkeypatch: pytest.MonkeyPatch
     assert mine.logprobs == plain.logprobs
     assert mine.entropies == [round(entropy, 6) for entropy in plain.entropies]
     assert mine.gears == selected(mine, MIXED, WINDOW) and len(set(mine.gears)) == 3
-    exact = scheduled(["low"] * (COUNT - 3))  # asked no more often than an engine that shifts would
-    joined(score_in_gears(crumb, ids, WINDOW, lambda: exact))
+    gears = (["low", "high", "mid"] * COUNT)[: COUNT - 3]
+    exact = scheduled(gears)  # asked as often as by an engine that shifts
+    assert joined(score_in_gears(crumb, ids, WINDOW, lambda: exact)).gears == told_of(gears)
 
 
 # ---------------------------------------------------------------------------------- what is called
