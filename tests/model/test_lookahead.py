@@ -21,7 +21,7 @@ from mlx_lm.models.cache import (
 from tests.model.reference import PROMPTS
 from tests.native_library import native_cache, native_path, needed
 from toastkit.engine.lookahead import Lookahead
-from toastkit.engine.savepoints import roll_back, take_savepoint
+from toastkit.engine.savepoints import roll_back, take_savepoint, undone_on_failure
 from toastkit.gears.entropy_graph import entropy_bits
 from toastkit.native.library import load
 from toastkit.store.jobs import host_writes
@@ -206,6 +206,24 @@ def test_rolled_back_is_never_run(prompt: int, steps: int) -> None:
         _step(mx.array(0), plain)
         _step(mx.array(0), tried)
         steps += 1
+
+
+@pytest.mark.parametrize("held", [0, 1, 3, 4, 6])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_pass_that_fails_half_way_is_never_run(held: int, tokens: int) -> None:
+    """Wherever it fails: what is written next lies where it would have lain."""
+    for ran in range(len(_caches()) + 1):
+        plain, tried = _caches(), _caches()
+        for layer in (*plain, *tried):
+            if held:
+                _write(layer, held)
+        with suppress(OSError), undone_on_failure(tried, tokens):
+            for layer in tried[:ran]:
+                _write(layer, tokens)
+            raise OSError
+        for layer in (*plain, *tried):
+            _write(layer, 2)
+        assert [_contents(c) for c in tried] == [_contents(c) for c in plain]
 
 
 @pytest.mark.parametrize("make", [KVCache, lambda: RotatingKVCache(max_size=4096)])
