@@ -157,6 +157,13 @@ def test_slots_follow_memory(olmoe: Path) -> None:
     assert model.is_as_whole()
 
 
+def test_memory_is_not_looked_at_before_each_step(olmoe: Path, monkeypatch) -> None:
+    monkeypatch.setattr(pressure, "CHECK_TOKENS", 3)
+    model = Watched(olmoe, 6)
+    model.readings.count = LITTLE
+    assert model.run(7) == [4, 4, 4, 3, 3, 3, CHOSEN]
+
+
 def test_experts_that_are_all_there_leave_too(olmoe: Path) -> None:
     """Nothing is read for it; a token that wants one that stayed finds it."""
     model = Watched(olmoe)
