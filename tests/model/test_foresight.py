@@ -165,6 +165,7 @@ def test_routers_of_layers_ahead_are_asked(models) -> None:
         assert alike(answer(engine), expected)
         report = engine.run_report()["slots"]
         assert 0 < report["right"] <= report["ahead"]
+        assert any(engine.holdings.slots.foresight._places._right.values())  # and compared
 
 
 def test_the_next_layer_is_asked_for_before_this_one_is_waited_for(models, monkeypatch) -> None:
