@@ -127,12 +127,18 @@ def test_batching_is_tried_again_after_a_failure(llama, monkeypatch) -> None:
     engine, plain = llama
     if not can_batch(engine):
         pytest.skip("an old mlx_lm")
-    verdicts = iter([None, None, True])
-    monkeypatch.setattr(stepper_module, "can_batch", lambda engine: next(verdicts))
+    verdicts, tried = iter([None, None, True]), []
+
+    def tries(engine: Engine) -> bool | None:
+        tried.append(len(asked[0].ids))
+        return next(verdicts)
+
+    monkeypatch.setattr(stepper_module, "can_batch", tries)
     monkeypatch.setattr(stepper_module, "FIRST_ROUNDS", 2)
     driver = Driver(engine)
     asked = [driver.start(prompt, max_tokens=14) for prompt in PROMPTS[:2]]
     driver.turns_until(lambda: bool(joined(driver)))
+    assert [after - before for before, after in zip(tried, tried[1:])] == [2 + 1, 4 + 1]
     driver.finish()
     for one, prompt in zip(asked, PROMPTS):
         same(one, plain, prompt, max_tokens=14)

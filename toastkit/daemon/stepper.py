@@ -109,7 +109,7 @@ class Stepper:
         state.take_back()
         ids = state.read_tokens() if state.waiting is None else state.read_tokens()[:-1]
         steps = any(policy.variant for policy in self._engine.policies)
-        count = state.prompt if steps and state.prompt else len(ids)
+        count = state.prompt if steps else len(ids)
         twin = ModelState(self._engine.new_cache(), ids[:count])
         self._engine.prefill(twin.tokens, twin.cache)
         for token in ids[count:]:
