@@ -149,6 +149,8 @@ def test_an_evicted_pass_names_the_experts_of_the_big_one(models, name: str) -> 
         assert alike(answer(engine), expected[gamma])
         counts = engine.holdings.slots.counts
         assert engine.experts.fallbacks == (len(NEXT) if gamma else 0)
+        seconds = engine.run_report()["experts"]["seconds"]
+        assert (seconds["again"] is not None) == bool(gamma)  # they read, and are timed apart
         if gamma:
             assert counts.ahead > 0 and counts.right > counts.ahead / 2
         else:
