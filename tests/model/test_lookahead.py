@@ -18,6 +18,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from tests.model.checkpoints import read
 from tests.model.reference import PROMPTS
 from tests.native_library import native_cache, native_path, needed
 from toastkit.engine.lookahead import Lookahead
@@ -130,6 +131,20 @@ def test_nobody_waits_for_a_token_that_is_never_named(library):
         "mx.never.hand_over()\n"
     )
     assert subprocess.run([sys.executable, "-c", code, library], timeout=60).returncode == 0
+
+
+@needed
+def test_a_summary_is_of_the_last_step(crumb) -> None:
+    """Whether that was built ahead, and handed over, or neither, as after a shift of gears."""
+    state = read(crumb, PROMPT["token_ids"])
+    for token, ahead in zip(PROMPT["token_ids"], (False, False, True, False)):
+        if ahead:
+            crumb.look_ahead(state)
+            state.hand_over_ahead(measured=True)
+        crumb.consume(state, token)
+        state.submit(measured=True)
+        found = state.summary()
+        assert found.entropy == pytest.approx(entropy_bits(state.logits).item(), abs=1e-4)
 
 
 def _step(token, cache):
