@@ -219,7 +219,7 @@ class Foresight:
     def _measured_depth(self) -> int:
         """How many layers one layer's reading takes to compute, rounded up; 1 to begin with."""
         counts, reader = self._slots.counts, self._slots.reader
-        if not counts.passes or not self._compute or not reader.bytes_read:
+        if not self._compute or not reader.bytes_read:
             return 1
         reading = reader.busy_seconds * counts.read / reader.bytes_read / counts.passes
         return max(1, min(MAX_AHEAD, math.ceil(reading / self._compute)))
