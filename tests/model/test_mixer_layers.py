@@ -253,7 +253,12 @@ def test_scans_that_do_not_fit_together(library: Any, name: str) -> None:
         setattr(plan.shape, field, 1)
         assert not one()
         setattr(plan.shape, field, 0)
-    given = {id(a): a for _, a in tree_flatten(part.parameters())}
+    check_other_arrays_are_refused(plan, part, one)
+
+
+def check_other_arrays_are_refused(plan: Any, module: Any, one: Callable[[], bool]) -> None:
+    """Each array of a module, with a row less and of integers. one: whether the plan is taken."""
+    given = {id(a): a for _, a in tree_flatten(module.parameters())}
     for places in plan.operands._pointed[:2]:  # of parts, and beside them
         for i, array in [(i, given[at]) for i, at in enumerate(places) if at and at in given]:
             for wrong in (array[:-1], array.astype(mx.int32)):
@@ -261,3 +266,29 @@ def test_scans_that_do_not_fit_together(library: Any, name: str) -> None:
                 assert not one()
             places[i] = id(array)
     assert one()
+
+
+def test_time_mixing_that_does_not_fit_together(library: Any) -> None:
+    """The library says so; and what is no float32, or without a cache, is left to mlx_lm."""
+    layer = made("rwkv7", mx.float32)[1].layers[1]
+    x, first, cache = mx.random.normal((1, 3, 32)), mx.zeros((1, 3, 2, 16)), ArraysCache(3)
+    assert layer.natively(x, first, cache) is not None
+    assert layer.natively(x, first, None) is layer.natively(x, None, cache) is None
+    assert layer.natively(x, first.astype(mx.float16), cache) is None
+    plan, states = layer._plan, (cache[0], cache[2], cache[1])
+
+    def one(x: mx.array = x, first: mx.array = first, before: Any = states) -> bool:
+        objects = (py_object * 4)(*(mx.array(0) for _ in range(4)))
+        places = byref(plan.operands), byref(plan.shape)
+        return taken(library.c.time_mixing, objects, x, first, *before, *places)
+
+    assert one() and one(before=[NONE] * 3)
+    for wrong in (x[0], x[..., :16], x.astype(mx.float16)):
+        assert not one(wrong)
+    assert not (one(first=first[..., :8]) or one(before=[NONE, *states[1:]]) or one(before=[x] * 3))
+    for field, other in {"heads": 3, "layer_norms": 0, "parallel": 1, "network": 1}.items():
+        before = getattr(plan.shape, field)
+        setattr(plan.shape, field, other)
+        assert not one()
+        setattr(plan.shape, field, before)
+    check_other_arrays_are_refused(plan, layer, one)

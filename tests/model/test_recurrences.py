@@ -24,7 +24,7 @@ from toastkit.engine.state import ModelState
 from toastkit.errors import DataError
 from toastkit.holdings.streams import arrays_in
 from toastkit.native import replacing
-from toastkit.native.layers import decoder, mixer
+from toastkit.native.layers import decoder, mixer, time_mixing
 from toastkit.native.modules import recurrent
 
 __all__ = ["built", "cache", "library"]
@@ -102,8 +102,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MIXERS = ("mamba2", "nemotron_h", "granitemoehybrid", "falcon_h1")
 OURS = {
-    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), "ToastSelective"), "rwkv7": "ToastWkv",
-    "recurrent_gemma": "ToastLinear", "bailing_moe_linear": "ToastScan",
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), "ToastSelective"),
+    "rwkv7": "ToastTimeMixing", "recurrent_gemma": "ToastLinear",
+    "bailing_moe_linear": "ToastScan",
     "lfm2": "ToastShortConv", "lfm2_moe": "ToastShortConv",
     **dict.fromkeys(MIXERS, "ToastMixer"),
     **dict.fromkeys(("mamba2", "nemotron_h", "granitemoehybrid"), "ToastMixerLayer"),
@@ -170,7 +171,7 @@ def test_they_give_what_mlx_lm_gives(name: str, monkeypatch: pytest.MonkeyPatch)
         assert all(alike(a, b, 1e-3) for a, b in zip(kept, theirs_kept, strict=True))
         states.append(kept)
     if name not in LEFT:
-        exact = name in ("mamba", "falcon_mamba")
+        exact = name in ("mamba", "falcon_mamba", "rwkv7")
         pairs = zip(*states[:2], strict=True)
         assert all(mx.array_equal(a, b) if exact else alike(a, b, 1e-4) for a, b in pairs)
     monkeypatch.setattr("toastkit.native.library._in_use", None)
@@ -182,13 +183,15 @@ ONE_NODE: dict[str, tuple[type, str, str]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), (decoder.ConvolutionLayer, "conv", "operator_norm")),
     **dict.fromkeys(("mamba", "falcon_mamba"), (mixer.MambaLayer, "mixer", "norm")),
     "jamba": (mixer.SelectiveLayer, "mamba", "input_layernorm"),
+    "rwkv7": (time_mixing.TimeMixingLayer, "attn", "attn_norm"),
 }
 
 
 @pytest.mark.parametrize("name", sorted(ONE_NODE.keys() - LEFT))
 @pytest.mark.parametrize("bits", [0, 4])
 def test_layers_in_one_node(name: str, bits: int) -> None:
-    """To the bit what their parts give, in any parts of a prompt, and with somebody before one."""
+    """To the bit what their parts give, in any parts of a prompt, and with somebody before one; of
+    RWKV-7, whose parts MLX adds up, up to rounding."""
     kind, part, norm = ONE_NODE[name]
     _, ours = made(name, mx.float32)
     if bits:
@@ -198,13 +201,14 @@ def test_layers_in_one_node(name: str, bits: int) -> None:
     with patch.object(kind, "natively", lambda *_: None):
         theirs, theirs_kept = read(ours, parts)
     pairs = [(logits, theirs), *zip(kept, theirs_kept, strict=True)]
-    assert all(mx.array_equal(a, b) for a, b in pairs) and alike(logits, whole, 1e-4)
+    near = (lambda a, b: alike(a, b, 1e-4)) if name == "rwkv7" else mx.array_equal
+    assert all(near(a, b) for a, b in pairs) and alike(logits, whole, 1e-4)
     layers = ours.make_cache()
     mx.eval(ours(mx.array([[3, 4, 5]]), cache=layers))
     found = operations_of(ours(mx.array([[6]]), cache=layers))
     assert not {"ToastMixture", "ToastScan", "ToastAttention"} & {*found}
     seen = watched(ours.layers[0][part])
-    assert mx.array_equal(read(ours, parts)[0], logits) and len(seen) == len(parts) + 1
+    assert near(read(ours, parts)[0], logits) and len(seen) == len(parts) + 1
     ours.layers[0][norm].weight = ours.layers[0][norm].weight * 2
     assert not mx.array_equal(read(ours, parts)[0], logits)
 

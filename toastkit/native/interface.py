@@ -49,6 +49,7 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
     "selective": (pointer, *[array] * 3, *[pointer] * 4),
     "short_conv": (pointer, *[array] * 2, *[pointer] * 4),
     "softmax": (array, array),
+    "time_mixing": (pointer, *[array] * 5, pointer, pointer),
     "weighted_sum": (*[array] * 3,),
     "whole": (pointer, *[array] * 6, *[integer] * 4, *[pointer] * 3),
     "wkv": (pointer, array * 7),

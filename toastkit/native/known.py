@@ -39,6 +39,7 @@ from toastkit.native.layers.mixer import (
     SelectiveLayer,
 )
 from toastkit.native.layers.sharing import Experts, RouterOfNorm, SharingLayer
+from toastkit.native.layers.time_mixing import TimeMixingLayer
 from toastkit.native.modules.mixtures import (
     Mixture,
     MixtureAhead,
@@ -236,6 +237,11 @@ _KNOWN: list[tuple[type, str, str]] = [
     (SelectiveLayer, "jamba.JambaDecoderLayer", "51f927911e371095"),
     (_attention(rope=None, **COUNTS), "jamba.JambaAttention", "2dff4f5b86d7a511"),
     (GeneralisedDelta, "rwkv7.Rwkv7TimeMixing", "eb228e5a704d8b51"),
+    (TimeMixingLayer, "rwkv7.Rwkv7Layer", "78b24a7a0d31c438"),
+    (Known, "rwkv7.Rwkv7ChannelMixing", "28c870b572a9a244"),
+    (Known, "rwkv7.LayerNormPerHead", "9a915383b5927c3c"),
+    (Known, "rwkv7.LoRA", "17e702fbfdd57fd0"),
+    (Known, "rwkv7.TokenShift", "fa2d513005aa2ea4"),
     (AfmoeAttention, "afmoe.Attention", "c278e3c631b97143"),
     (MixtureOfWrapped, "afmoe.AfmoeMoE", "9035049a859353b0 09d59d102695e7a5"),
     (Known, "afmoe.MoERouter", "b888b00bba05b3ab"),

@@ -33,7 +33,7 @@ constexpr int64_t PANEL_CHUNKS_PER_THREAD = 8;   // at least, where a chunk has 
 constexpr int64_t MIN_ROWS = 16;                 // a multiple of every tile height
 constexpr int64_t SERIAL_MACS = 1 << 18;         // too few multiply-adds for a second thread
 
-constexpr int MAX_PRODUCTS = 4;  // per call
+constexpr int MAX_PRODUCTS = 8;  // per call
 
 std::atomic<const Instructions *> chosen{nullptr};
 

@@ -57,7 +57,7 @@ TOAST_API int toast_multiply(const toast_matrix *matrix, const toast_vectors *x,
                    const uint32_t *vector, const uint32_t *expert, int32_t activation_bits,
                    void *out, int32_t out_type);
 
-// Up to four independent products, scheduled together. Consecutive ones with the same x (and the
+// Up to eight independent products, scheduled together. Consecutive ones with the same x (and the
 // same quantisation) prepare its vectors once. To the bit what each gives alone.
 typedef struct {
   const toast_matrix *matrix;

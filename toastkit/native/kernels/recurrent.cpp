@@ -226,6 +226,60 @@ int wkv_steps(const toast_wkv &w, float *y, float *after) {
   return all ? 0 : 2;
 }
 
+// One step of a head before its recurrence: from offset `at` of all steps on, with the parameters
+// of head `h`.
+void prepare_step(const toast_time_mixing &m, int64_t h, int64_t at) {
+  const auto gate = instructions().rows->gate;
+  auto sigmoid = [&](float *x) { gate({x, nullptr, TOAST_F32, TOAST_SIGMOID, x}, 0, m.size); };
+  float *const w = m.w + at, *const k = m.k + at, *const v = m.v + at;
+  float *const a = m.a + at, *const b = m.b + at, square = 0;
+  sigmoid(w), sigmoid(a);
+  if (m.f) sigmoid(m.share + at);
+  for (int64_t i = 0; i < m.size; i++) {
+    w[i] = expf(-0.606531f * w[i]);
+    if (m.f) v[i] += (m.f[at + i] - v[i]) * m.share[at + i];
+    b[i] = k[i] * m.k_k[h * m.size + i];
+    square += b[i] * b[i];
+  }
+  const float norm = std::max(sqrtf(square), 1e-7f);
+  for (int64_t i = 0; i < m.size; i++) {
+    const float key = b[i] / norm;
+    k[i] *= 1 + (a[i] - 1) * m.k_a[h * m.size + i];
+    b[i] = key * a[i];
+    a[i] = -key;
+  }
+}
+
+// The same after it. y: of this step.
+void finish_step(const toast_time_mixing &m, int64_t h, int64_t at, float *y) {
+  const toast_vectors x = {y, 1, m.size, TOAST_F32};
+  const int64_t own = h * m.size;
+  instructions().rows->norm({&x, m.size, m.norm + own, TOAST_F32, 0, m.eps, y, TOAST_F32, true,
+                             m.norm_bias + own}, 0);
+  float bonus = 0;
+  for (int64_t i = 0; i < m.size; i++) bonus += m.r[at + i] * m.k[at + i] * m.r_k[own + i];
+  for (int64_t i = 0; i < m.size; i++) y[i] = (y[i] + bonus * m.v[at + i]) * m.g[at + i];
+}
+
+int time_mixing_steps(const toast_time_mixing &m, float *y, float *after) {
+  const auto code = instructions().rows->recurrent.wkv;
+  const int64_t of_state = m.size * m.size, step = m.heads * m.size, all = m.batch * m.heads;
+  const bool streaming = should_stream(m.length, all * of_state, m.state, after);
+  const Helpers help = helpers(double(all) * of_state * (m.length + 1));
+  const bool done = share_checked(help, all, [&](int64_t i) {
+    const int64_t h = i % m.heads, first = i / m.heads * m.length * step + h * m.size;
+    for (int64_t t = 0; t < m.length; t++) prepare_step(m, h, first + t * step);
+    if (!code({m.length, m.size, step, streaming, m.r + first, m.w + first, m.k + first,
+               m.v + first, m.a + first, m.b + first, m.state ? m.state + i * of_state : nullptr,
+               y + first, after + i * of_state}, 0, m.size))
+      return false;
+    for (int64_t t = 0; t < m.length; t++)
+      finish_step(m, h, first + t * step, y + first + t * step);
+    return true;
+  });
+  return done ? 0 : 2;
+}
+
 }  // namespace
 }  // namespace toast
 
@@ -254,6 +308,23 @@ int toast_scan_steps(const toast_scan *scan, float *y, float *after) {
 
 int toast_wkv_steps(const toast_wkv *wkv, float *y, float *after) {
   return wkv->size <= 0 ? 1 : toast::wkv_steps(*wkv, y, after);
+}
+
+int toast_time_mixing_steps(const toast_time_mixing *mixing, float *y, float *after) {
+  return mixing->size <= 0 ? 1 : toast::time_mixing_steps(*mixing, y, after);
+}
+
+void toast_token_shift(const float *x, const float *before, int64_t batch, int64_t length,
+                       int64_t columns, const float *mix, float *out) {
+  toast::share(batch * length, columns, [&](int64_t first, int64_t end) {
+    for (int64_t t = first; t < end; t++) {
+      const float *const now = x + t * columns;
+      const float *then = t % length ? now - columns : before;
+      if (then == before && before) then += t / length * columns;
+      for (int64_t i = 0; i < columns; i++)
+        out[t * columns + i] = now[i] + ((then ? then[i] : 0.f) - now[i]) * mix[i];
+    }
+  });
 }
 
 void toast_linear_steps(const toast_linear *linear, float *h) {

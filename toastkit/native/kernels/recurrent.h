@@ -100,6 +100,32 @@ typedef struct {
 // As toast_scan_steps.
 TOAST_API int toast_wkv_steps(const toast_wkv *wkv, float *y, float *after);
 
+// RWKV-7's time mixing without its matrix products. With what is projected, of which w, share and a
+// are logits, and f, v of the first layer:
+//
+//   w <- exp(-0.606531 sigmoid(w));  v <- v + (f - v) sigmoid(share);  a <- sigmoid(a)
+//   n = k k_k / max(|k k_k|, 1e-7);  k <- k (1 + (a - 1) k_a)
+//   y = (LayerNorm(wkv(r, w, k, v, -n, n a)) + (r k r_k summed) v) g
+//
+// All contiguous, float32. What is not const is overwritten; b is memory for it.
+typedef struct {
+  int64_t batch, length, heads, size;
+  const float *r, *g, *f;              // (batch, length, heads, size); f: NULL in the first layer
+  float *w, *k, *v, *a, *b, *share;    // likewise; share: NULL with f
+  const float *k_k, *k_a, *r_k;        // (heads, size)
+  const float *norm, *norm_bias;       // (heads, size)
+  float eps;
+  const float *state;  // as in toast_wkv
+} toast_time_mixing;
+
+// As toast_scan_steps.
+TOAST_API int toast_time_mixing_steps(const toast_time_mixing *mixing, float *y, float *after);
+
+// RWKV's token shift: x + (the x before - x) mix. x, out: (batch, length, columns); before: (batch,
+// columns), NULL for zeros; mix: (columns). All contiguous, float32.
+TOAST_API void toast_token_shift(const float *x, const float *before, int64_t batch,
+                                 int64_t length, int64_t columns, const float *mix, float *out);
+
 // The linear recurrence of Griffin's RG-LRU (arXiv 2402.19427, equation 4), with its gates applied:
 // h <- decay h + x, per channel. All contiguous, float32.
 typedef struct {

@@ -187,7 +187,7 @@ def rnn_scan(x: mx.array, a: mx.array, h0: mx.array | None) -> tuple[mx.array, m
     return h, h[:, -1]
 
 
-class GeneralisedDelta(Native):
+class GeneralisedDelta(Known):
     """The recurrence of RWKV-7's time mixing, a method of its class."""
 
     def _wkv7(
