@@ -180,6 +180,12 @@ MODELS |= {
         "shared_intermediate_size": 0, "rotary_dim": 32, "use_qk_norm": True,
         "norm_topk_prob": False,
     },
+    "ling": {
+        **EXPERTS, "model_type": "bailing_moe_linear", "num_shared_experts": 1, "use_bias": False,
+        "layer_group_size": 4, "group_norm_size": 4, "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True, "use_qk_norm": True, "use_qkv_bias": False,
+        "partial_rotary_factor": 0.5, "num_key_value_heads": 4,
+    },
     "hunyuan": {
         **EXPERTS, "model_type": "hunyuan", "moe_topk": 8, "num_shared_expert": 1,
         "use_mixed_mlp_moe": True, "use_qk_norm": True, "use_cla": False, "cla_share_factor": 2,

@@ -292,3 +292,32 @@ def test_time_mixing_that_does_not_fit_together(library: Any) -> None:
         assert not one()
         setattr(plan.shape, field, before)
     check_other_arrays_are_refused(plan, layer, one)
+
+
+def test_linear_attention_that_does_not_fit_together(library: Any) -> None:
+    """The library says so; and what has other positions, or a mask, is left to mlx_lm."""
+    layer = made("bailing_moe_linear", mx.float32)[1].layers[0]
+    x, cache = mx.random.normal((1, 3, 32)), ArraysCache(1)
+    assert layer._is_planned(x, 5) and not layer._is_planned(x, mx.array([5]))
+    assert layer.natively(x, None, None) is layer.natively(x, mx.ones((1, 3)), cache) is None
+    assert layer.natively(x, None, cache) is not None
+    plan, state = layer._plan, cache[0].swapaxes(2, 3)
+
+    def one(x: mx.array = x, before: Any = state) -> bool:
+        objects = (py_object * 2)(*(mx.array(0) for _ in range(2)))
+        places = byref(plan.operands), byref(plan.shape), byref(plan.recurrence), None
+        return taken(library.c.linear_attention, objects, x, before, *places)
+
+    assert one() and one(before=NONE)
+    for wrong in (x[0], x[..., :16], x.astype(mx.float16)):
+        assert not one(wrong)
+    assert not (one(before=state[..., :8]) or one(before=x))
+    for shape, field, other in (
+        (plan.shape, "gated", 1), (plan.shape, "heads", 3), (plan.shape, "fused_head", 0),
+        (plan.shape, "layer_norms", 1), (plan.recurrence, "normed", 5),
+    ):  # fmt: skip
+        before = getattr(shape, field)
+        setattr(shape, field, other)
+        assert not one()
+        setattr(shape, field, before)
+    check_other_arrays_are_refused(plan, layer, one)

@@ -24,7 +24,7 @@ from toastkit.engine.state import ModelState
 from toastkit.errors import DataError
 from toastkit.holdings.streams import arrays_in
 from toastkit.native import replacing
-from toastkit.native.layers import decoder, mixer, time_mixing
+from toastkit.native.layers import decoder, linear_attention, mixer, time_mixing
 from toastkit.native.modules import recurrent
 
 __all__ = ["built", "cache", "library"]
@@ -104,7 +104,7 @@ MIXERS = ("mamba2", "nemotron_h", "granitemoehybrid", "falcon_h1")
 OURS = {
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), "ToastSelective"),
     "rwkv7": "ToastTimeMixing", "recurrent_gemma": "ToastLinear",
-    "bailing_moe_linear": "ToastScan",
+    "bailing_moe_linear": "ToastLinearAttention",
     "lfm2": "ToastShortConv", "lfm2_moe": "ToastShortConv",
     **dict.fromkeys(MIXERS, "ToastMixer"),
     **dict.fromkeys(("mamba2", "nemotron_h", "granitemoehybrid"), "ToastMixerLayer"),
@@ -184,7 +184,10 @@ ONE_NODE: dict[str, tuple[type, str, str]] = {
     **dict.fromkeys(("mamba", "falcon_mamba"), (mixer.MambaLayer, "mixer", "norm")),
     "jamba": (mixer.SelectiveLayer, "mamba", "input_layernorm"),
     "rwkv7": (time_mixing.TimeMixingLayer, "attn", "attn_norm"),
-}
+    "bailing_moe_linear": (
+        linear_attention.LinearAttentionLayer, "attention", "input_layernorm",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(ONE_NODE.keys() - LEFT))

@@ -31,6 +31,7 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
     "largest": (array, array),
     "latent": (pointer, array, array, integer, pointer, pointer),
     "linear": (array, array * 3),
+    "linear_attention": (pointer, *[array] * 2, *[pointer] * 4),
     "log_sum_exp": (array, array),
     "memory": (array, *[long] * 3, array),
     "mixer": (pointer, array * 8, pointer),

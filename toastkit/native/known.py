@@ -29,6 +29,7 @@ from toastkit.native.layers.latent_attention import (
     NoRopeLatentAttention,
     ScaledLatentAttention,
 )
+from toastkit.native.layers.linear_attention import LinearAttentionLayer
 from toastkit.native.layers.mixer import (
     BareMixerLayer,
     GatedNorm,
@@ -191,6 +192,9 @@ _KNOWN: list[tuple[type, str, str]] = [
     (RouterOfPartInGroups, "bailing_moe.BailingMoeGate", "a1fa75f070d8dae5 48012017b29289d7"),
     (MixtureScored, "bailing_moe_linear.SparseMoeBlock", "9413923b0aafd0c8"),
     (RouterOfPartInGroupsAhead, "bailing_moe_linear.Gate", "cb0b295f5163d674 5f13d886d3ab7e66"),
+    (LinearAttentionLayer, "bailing_moe_linear.DecoderLayer", "17368933dfd4cd76"),
+    (Known, "bailing_moe_linear.LinearAttention", "073889f1401b9122 80e366e901784955"),
+    (Known, "bailing_moe_linear.GroupRMSNorm", "8d3df2d244586bfd ea1ce1ca1f4a5f45"),
     (MixtureOfActivation, "ernie4_5_moe.Ernie4_5_MoeMLP", "d7e132a96b4b1f01"),
     (MixtureScoredOfExperts, "dots1.Dots1MoE", "7a1de1f2c61e297b"),
     (RouterScored, "dots1.Dots1TopkRouter", "283e5f8aed02cc2f 3a67e15481b1a87d"),

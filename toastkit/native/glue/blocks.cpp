@@ -88,7 +88,7 @@ void add_head_projections(Arrays &inputs, Layer &layer, const toast_operands &gi
     const int parts = joined ? heads[0] + 2 * heads[1] : heads[i] * each;
     check(parts > 0 && all > 0 && all % parts == 0, "heads of other sizes");
     layer.size[i] = all / parts;
-    check(!joined || (layer.size[i] == joined && !layer.is.gated), "heads of another size");
+    check(!joined || (layer.size[i] == joined && layer.is.gated != 1), "heads of another size");
     check(!layer.is.grouped || (joined && heads[1] > 0 && heads[0] % heads[1] == 0),
           "groups of other heads");
   }

@@ -123,7 +123,7 @@ def plan_of(layer: Any, columns: int) -> Plan | None:
     shape.cap = getattr(attention, names.cap) if names.cap else 0.0
     if matrices:
         shape.network, shape.activation = len(matrices), form.kind
-    frequencies = _set_rope(shape, rope, attends.rope_size)
+    frequencies = set_rope(shape, rope, attends.rope_size)
     weights = _Norms(*(None if norm is None else (norm, "weight") for norm in norms))
     if norms.values is not None:  # it has no weight: 1 - plus makes it neutral
         weights = weights._replace(values=mx.full((attends.value_size,), 1 - plus))
@@ -320,9 +320,9 @@ def _plus_of(norm: Any) -> float | None:
     return 1.0 if adds_one(kind) and norm["weight"].dtype == mx.float32 else None
 
 
-def _set_rope(shape: LayerShape, rope: Any, size: int) -> mx.array | None:
-    """Set the RoPE fields of a shape for heads of `size` numbers. Returns the frequencies; None if
-    the library cannot do this RoPE."""
+def set_rope(shape: LayerShape, rope: Any, size: int) -> mx.array | None:
+    """Set the RoPE fields of a shape for heads of `size` numbers. Returns the frequencies,
+    float32 (n,), half as many as dims; None if the library cannot do this RoPE."""
     rotation = rope.rotation(size) if is_rotary(rope) else None
     if rotation is None or not 0 < rotation.dims <= size or rotation.dims % 2:
         return None

@@ -98,7 +98,7 @@ def step_plan(
     the norms. None if the library cannot multiply by a part, or what belongs to the recurrence is
     not float32. modules: others that must stay the same. recurrence: see StepPlan."""
     weights = [None if one is None else (one, "weight") for one in norms]
-    own = [one for one in (*arrays, weights[VALUE_NORM]) if one is not None]
+    own = [one for one in (*arrays, weights[VALUE_NORM]) if isinstance(one, tuple)]
     if any(module[key].dtype != mx.float32 for module, key in own):
         return None
     form = vars(type(network)).get("_form")
