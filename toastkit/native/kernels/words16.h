@@ -181,13 +181,23 @@ INLINE I32 combined(I32 upper, I32 shared) {
 }
 #endif
 
+// Calls body(u) for all units of a group. UNITS: their number, 0 if that is not known beforehand.
+template <int UNITS, class Body>
+INLINE void for_units(int64_t units, const Body &body) {
+  if constexpr (UNITS) {
+#pragma GCC unroll 8
+    for (int64_t u = 0; u < UNITS; u++) body(u);
+  } else {
+    for (int64_t u = 0; u < units; u++) body(u);
+  }
+}
+
 // The sums of q * v over the units of a group, of two rows, with M vectors.
-template <class P, int M>
+template <class P, int M, int UNITS>
 INLINE void sums_of_pair(const uint8_t *row, const uint8_t *other, int64_t units,
                          const char *const *numbers, I32 *sums) {
   I32 all[M][CHAINS] = {};
-#pragma GCC unroll 8
-  for (int64_t u = 0; u < units; u++) {
+  for_units<UNITS>(units, [&](int64_t u) __attribute__((always_inline)) {
     const I32 q = load_codes_of(row + u * P::BYTES, other + u * P::BYTES);
 #pragma GCC unroll 4
     for (int part = 0; part < P::PARTS; part++) {
@@ -198,9 +208,10 @@ INLINE void sums_of_pair(const uint8_t *row, const uint8_t *other, int64_t units
         add_product(all[i][part % CHAINS], codes, load_digits(from));
       }
     }
-  }
+  });
 #pragma GCC unroll 4
-  for (int i = 0; i < M; i++) sums[i] = CHAINS == 1 ? all[i][0] : all[i][0] + all[i][CHAINS - 1];
+  for (int i = 0; i < M; i++)
+    sums[i] = CHAINS == 1 ? all[i][0] : all[i][0] + all[i][CHAINS - 1];
 }
 
 // Likewise with one vector's digits.
@@ -265,7 +276,7 @@ static __attribute__((noinline)) void word_tile(const toast::Product &p,
           sums[0][j] = digit_sums_of_pair(row, other, units, numbers[0]);
         } else {
           I32 both[M];
-          sums_of_pair<P, M>(row, other, units, numbers, both);
+          sums_of_pair<P, M, GROUP / P::CODES>(row, other, units, numbers, both);
 #pragma GCC unroll 4
           for (int i = 0; i < M; i++) sums[i][j] = both[i];
         }
