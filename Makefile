@@ -53,7 +53,7 @@ wheel: $(VENV)/stamp           ## dist/: native products compiled, for this plat
 	status=$$?; rm -rf build toastkit/native/ready; exit $$status
 
 KERNELS := $(wildcard tests/unit/test_native_kernels*.py) \
-	$(addprefix tests/unit/test_native_,rows.py recurrent.py routes.py)
+	$(addprefix tests/unit/test_native_,rows.py recurrent.py)
 
 # Python itself is not compiled for them, so that the compiler's library comes in first. Races are
 # in how work is shared out, for which few examples do; numpy's threads would be taken for some.
