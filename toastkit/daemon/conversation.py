@@ -81,7 +81,7 @@ class Conversation:
         wanted, sampling = self.prepared.request.options, self.prepared.sampling
         most = wanted.max_tokens
         return AnswerOptions(
-            read=ReadOptions(chunk=self._service.settings.chunk, progress=self.progress),
+            read=ReadOptions(chunk=self._service.settings.chunk, progress=self._progress),
             draw=DrawOptions(sampling, wanted.top, most, wanted.ignore_eos, wanted.tokens),
             text=TextOptions(wanted.stop, wanted.keep_special),
             telemetry=wanted.tokens,
@@ -115,7 +115,7 @@ class Conversation:
                 best, where = other, apart
         if best is not None:
             best.runs.stop_at(where)
-            self.progress(best.held, len(ids))
+            self._progress(best.held, len(ids))
         return best
 
     @cached_property
@@ -212,7 +212,7 @@ class Conversation:
         """The answer so far."""
         return "".join(self._text)
 
-    def progress(self, done: int, total: int) -> None:
+    def _progress(self, done: int, total: int) -> None:
         """Tell the client how many tokens of its prompt have been read, but not too often."""
         now = time.perf_counter()
         if done < total and now - self._told >= PROGRESS_SECONDS:
