@@ -61,13 +61,13 @@ def read_once(engine: Engine, ids: Sequence[int]) -> ModelState:
 
 
 def batched_and_alone(
-    engine: Engine, joining: Sequence[Sequence[int]], steps: int
+    engine: Engine, joining: Sequence[Sequence[int]], steps: int, apart: bool = False
 ) -> Iterator[tuple[Batch, list[ModelState]]]:
     """Conversations read twice, in a batch and alone. joining: how long the prompts are of those
-    that join at a time. Gives both before the first step and after each."""
+    that join at a time. apart: as of Batch. Gives both before the first step and after each."""
     lengths = [count for some in joining for count in some]
     together, alone = ([read(engine, prompt_of(engine, n)) for n in lengths] for _ in "ab")
-    batch = Batch(engine)
+    batch = Batch(engine, apart)
     for some in joining:
         batch.join(together[: len(some)])
         del together[: len(some)]

@@ -13,7 +13,7 @@ import pytest
 from tests.model.checkpoints import open_model, read
 from tests.model.published import NAMES, write_published
 from tests.model.reference import OLD_MLX_LM
-from toastkit.engine.batch import Batch, can_batch
+from toastkit.engine.batch import Batch, can_batch, can_be_apart
 from toastkit.engine.savepoints import copy_caches
 from toastkit.engine.state import ModelState
 from toastkit.holdings.streams import arrays_in
@@ -43,6 +43,15 @@ def batched(made: Made) -> Made:
     if OLD_MLX_LM:
         pytest.skip("the old mlx_lm has other batched caches")
     return made
+
+
+APART = (False, True)  # merged, as by mlx_lm, or each with its own keys and values
+
+
+def batch_of(engine: Any, apart: bool) -> Batch:
+    if apart and not can_be_apart(engine):
+        pytest.skip("it keeps no keys and values, or others than mlx_lm's KVCache")
+    return Batch(engine, apart)
 
 
 def prompt(count: int, first: int = 5) -> list[int]:
@@ -98,7 +107,9 @@ def leave(batch: Batch, pair: Pair) -> None:
 
 def test_all_that_are_tested_can_be_batched(made: Made) -> None:
     """(With the mlx_lm of today. One that cannot is to be found out, not to be trusted.)"""
-    assert can_batch(made.engine) or OLD_MLX_LM
+    engine = made.engine
+    assert can_batch(engine) or OLD_MLX_LM
+    assert not can_be_apart(engine) or can_batch(engine, apart=True)
 
 
 class Odd:
@@ -149,11 +160,12 @@ def test_what_cannot_be_batched_is_found_out(tmp_path: Path, mlx_started: None) 
     assert not can_batch(Odd(engine, step_rows=nothing))
 
 
+@pytest.mark.parametrize("apart", APART)
 @pytest.mark.parametrize("made", KINDS, indirect=True)
-def test_they_come_and_go(batched: Made) -> None:
+def test_they_come_and_go(batched: Made, apart: bool) -> None:
     engine = batched.engine
     short, middle, long = (Pair(engine, count) for count in LENGTHS)
-    batch = Batch(engine)
+    batch = batch_of(engine, apart)
     batch.join([short.twin, middle.twin])
     steps(batch, [short, middle], 2, 100)
     batch.join([long.twin])  # one that is longer than those that are there
@@ -183,12 +195,13 @@ def test_they_come_and_go(batched: Made) -> None:
     steps(batch, [short, long], 2, 700)
 
 
+@pytest.mark.parametrize("apart", APART)
 @pytest.mark.parametrize("made", ["llama", "gemma3_text", "gpt_oss"], indirect=True)
-def test_the_window_slides_in_the_batch(batched: Made) -> None:
+def test_the_window_slides_in_the_batch(batched: Made, apart: bool) -> None:
     """From 28 tokens, one by one, past the windows of 32; one joins when it has slid round."""
     engine = batched.engine
     one, two = Pair(engine, 28), Pair(engine, 2, first=9)
-    batch = Batch(engine)
+    batch = batch_of(engine, apart)
     batch.join([one.twin, two.twin])
     steps(batch, [one, two], 9, 100)
     third = Pair(engine, 5, first=11)
@@ -204,14 +217,15 @@ def test_the_window_slides_in_the_batch(batched: Made) -> None:
             pair.check()
 
 
+@pytest.mark.parametrize("apart", APART)
 @pytest.mark.parametrize("made", ["gemma3_text", "qwen3_next"], indirect=True)
-def test_the_same_conversation_three_times(batched: Made) -> None:
+def test_the_same_conversation_three_times(batched: Made, apart: bool) -> None:
     """Each has looked ahead, which is taken back."""
     engine = batched.engine
     pairs = [Pair(engine, 6) for _ in range(3)]
     for pair in pairs:
         engine.look_ahead(pair.twin)
-    batch = Batch(engine)
+    batch = batch_of(engine, apart)
     batch.join([pair.twin for pair in pairs])
     batch.leave([pairs[1].twin])
     assert [state is pair.twin for state, pair in zip(batch.members, pairs[::2])] == [True, True]

@@ -129,7 +129,7 @@ def test_batching_is_tried_again_after_a_failure(llama, monkeypatch) -> None:
         pytest.skip("an old mlx_lm")
     verdicts, tried = iter([None, None, True]), []
 
-    def tries(engine: Engine) -> bool | None:
+    def tries(engine: Engine, apart: bool = False) -> bool | None:
         tried.append(len(asked[0].ids))
         return next(verdicts)
 

@@ -9,6 +9,7 @@ from mlx_lm.models import cache as mlx_caches
 
 from tests.native_library import built, cache, library, needed, operations_of
 from toastkit.native import kv_caches
+from toastkit.native.batched_caches import ApartKVCache, attend
 from toastkit.native.library import Library
 
 __all__ = ["built", "cache", "library"]
@@ -55,6 +56,46 @@ def test_appending_is_one_operation(
     assert operations_of(kept.values) == ["ToastAppend"]
     mx.eval(kept.keys)
     assert pointer(kept.keys) == place
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.int8])
+def test_a_batch_appends_to_each_in_its_place(
+    library: Library, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is and stays, until it is full; what is returned is padded for whoever wants it, and
+    attended to in place."""
+    monkeypatch.setattr(IN_USE, library)
+    mx.random.seed(5)
+    theirs, own = ([mlx_caches.KVCache() for _ in range(3)] for _ in range(2))
+    kv_caches.keep_in(dtype, [*theirs, *own])
+    for length, *pair in zip((3, 255, 40), theirs, own):
+        new = [mx.random.normal((1, 2, length, n)) for n in (8, 4)]
+        mx.eval([cache.update_and_fetch(*new) for cache in pair])
+    batch = ApartKVCache(own)
+    own.clear(), pair.clear()
+    places = [pointer(array) for array in batch.arrays]
+    for step in range(3):
+        new = [mx.random.normal((3, 2, 1, n)) for n in (8, 4)]
+        alone = [c.update_and_fetch(*(x[i : i + 1] for x in new)) for i, c in enumerate(theirs)]
+        mask = batch.make_mask(1)
+        found = batch.update_and_fetch(*new)
+        assert batch.lengths == batch.offset.tolist() == [3 + step + 1, 256 + step, 41 + step]
+        queries = mx.random.normal((3, 4, 1, 8))
+        attended = attend(library, queries, *found, 0.5, mask)
+        assert "ToastAttentionApart" in operations_of(attended) and batch.unread == 0
+        elsewhere = attend(library, queries, *found, 0.5, mx.logical_and(mask, True))
+        for i, (keys, values) in enumerate(alone):
+            first = batch.size() - batch.lengths[i]
+            for mine, other in zip(found, (keys, values)):
+                assert mx.array_equal(mine[i : i + 1, :, first:], other).item()
+            wanted = attend(library, queries[i : i + 1], keys, values, 0.5, None)
+            for one in (attended, elsewhere):
+                assert mx.array_equal(one[i : i + 1], wanted).item()
+        found = attended = elsewhere = alone = None
+        now = [pointer(array) for array in batch.arrays]
+        assert [a == b for a, b in zip(places, now)] == [True, True, step < 1, step < 1, True, True]
+    taken = batch.extract(1)
+    assert mx.array_equal(taken.keys[..., : taken.offset, :], theirs[1].keys[..., :258, :]).item()
 
 
 def pointer(array: mx.array) -> int:

@@ -265,12 +265,14 @@ def test_native_attention_reads_them_as_they_lie(
             assert {found[1:] for found in seen} == few
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(("name", "bits"), [("llama", 16), ("llama", 8), ("qwen3_moe", 16)])
-def test_batches_are_each_alone(tmp_path: Path, name: str, bits: int) -> None:
+def test_batches_are_each_alone(tmp_path: Path, name: str, bits: int, apart: bool) -> None:
     """To the bit, in and after a batch."""
     engine = opened(tmp_path, name, bits)
-    *_, (batch, alone) = batched_and_alone(engine, ((3, 20), (45,)), 4)
-    assert {array.dtype for array in keys_of(batch.caches)} == {KEPT[bits]}
+    *_, (batch, alone) = batched_and_alone(engine, ((3, 20), (45,)), 4, apart)
+    held = batch.caches[0].arrays if apart else keys_of(batch.caches)
+    assert {array.dtype for array in held} == {KEPT[bits]}
     together = batch.members[1:]
     batch.leave(together)
     for a, b in zip(together, alone[1:]):

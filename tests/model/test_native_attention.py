@@ -203,10 +203,11 @@ def test_models_attend_as_with_mlx(
         assert mx.abs(a - b).max().item() < 1e-4 * mx.abs(b).max().item()
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
-def test_batches_are_each_alone(tmp_path: Path, name: str) -> None:
+def test_batches_are_each_alone(tmp_path: Path, name: str, apart: bool) -> None:
     """Conversations of different lengths, to the bit. (Windows lie in another order in a batch.)"""
     engine = opened(tmp_path, name)
-    for batch, alone in batched_and_alone(engine, ((3, 20, 45),), 6):
+    for batch, alone in batched_and_alone(engine, ((3, 20, 45),), 6, apart):
         for a, b in zip(batch.members, alone):
             assert mx.array_equal(a.logits, b.logits).item()

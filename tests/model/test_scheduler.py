@@ -83,7 +83,7 @@ def test_several_at_once_are_each_alone(engines: Engines, name: str, batch: int)
 
 def test_an_architecture_that_cannot_be_batched_takes_turns(llama, monkeypatch) -> None:
     engine, plain = llama
-    monkeypatch.setattr(stepper_module, "can_batch", lambda engine: False)
+    monkeypatch.setattr(stepper_module, "can_batch", lambda engine, apart=False: False)
     driver = Driver(engine)
     asked = [driver.start(prompt) for prompt in PROMPTS[:3]]
     driver.finish()
@@ -111,7 +111,7 @@ def test_a_length_like_no_other_steps_alone(llama, monkeypatch) -> None:
     joins: list[int] = []
     join = stepper_module.Batch.join
     monkeypatch.setattr(stepper_module, "SLACK_TOKENS", 8)
-    monkeypatch.setattr(stepper_module, "can_batch", lambda engine: True)
+    monkeypatch.setattr(stepper_module, "can_batch", lambda engine, apart=False: not apart)
     monkeypatch.setattr(
         stepper_module.Batch, "join", lambda b, states: joins.append(len(states)) or join(b, states)
     )
@@ -125,6 +125,21 @@ def test_a_length_like_no_other_steps_alone(llama, monkeypatch) -> None:
             same(one, plain, prompt)
         assert joins == batches
         joins.clear()
+
+
+@pytest.mark.skipif(OLD_MLX_LM, reason="the old mlx_lm has other batched caches")
+def test_lengths_differ_where_keys_and_values_stay_apart(llama, monkeypatch) -> None:
+    """Whoever steps with a longer one, its arrays are never put together."""
+    engine, plain = llama
+    monkeypatch.setattr(stepper_module, "SLACK_TOKENS", 8)
+    driver, sizes, prompts = Driver(engine), set(), ("Bye.", STORY * 9, "Why?")
+    asked = [driver.start(prompt, max_tokens=20) for prompt in prompts]
+    while not all(one.over for one in asked):
+        driver.service.turn()
+        sizes.update(joined(driver))
+    assert max(sizes) == 3
+    for one, prompt in zip(asked, prompts):
+        same(one, plain, prompt, max_tokens=20)
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "falcon_h1"])

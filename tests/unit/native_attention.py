@@ -4,7 +4,8 @@ should be."""
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
@@ -70,32 +71,51 @@ class Asked(NamedTuple):
         )  # fmt: skip
 
 
-def attend(kernels: Kernels, asked: Asked, out_type: str = "f32") -> np.ndarray:
-    """Of out_type, (B, heads, N, value size), from memory that is (B, N, heads, value size).
-    Raises ValueError where the kernels refuse."""
+def _described(asked: Asked) -> _Attention:
     (batch, heads, positions, size), (_, key_heads, keys, _) = asked.queries.shape, asked.keys.shape
-    width = asked.values.shape[-1] - 4 * (asked.types[2] == "i8")
-    out = stored(np.full((batch, positions, heads, width), 7.0, np.float32), out_type)
-    out = out.swapaxes(1, 2)
     mask, masking = asked.mask, 0
     if isinstance(mask, str):
         mask, masking = None, MASKS[mask]
     elif mask is not None:
         masking = MASKS["visible" if mask.dtype == bool else "added"]
-    described = _Attention(
+    return _Attention(
         *(_rows(a, t) for a, t in zip(asked[:3], asked.types)), batch, heads, key_heads, positions,
-        keys, size, width, asked.scale, masking, None if mask is None else mask.ctypes.data,
+        keys, size, _width(asked), asked.scale, masking,
+        None if mask is None else mask.ctypes.data,
         (ctypes.c_int64 * 3)(*((0, 0, 0) if mask is None else _strides(mask))),
         TYPES[asked.mask_type], None if asked.sinks is None else asked.sinks.ctypes.data,
         asked.cap,
     )  # fmt: skip
-    code = kernels.library.toast_attend(
-        ctypes.byref(described), ctypes.c_void_p(out.ctypes.data),
-        (ctypes.c_int64 * 3)(*(s // out.itemsize for s in out.strides[:3])), TYPES[out_type],
-    )  # fmt: skip
+
+
+def _width(asked: Asked) -> int:
+    return asked.values.shape[-1] - 4 * (asked.types[2] == "i8")
+
+
+def attend(kernels: Kernels, asked: Asked, out_type: str = "f32") -> np.ndarray:
+    """Of out_type, (B, heads, N, value size), from memory that is (B, N, heads, value size).
+    Raises ValueError where the kernels refuse."""
+    [out] = attend_all(kernels, [asked], out_type, kernels.library.toast_attend)
+    return out
+
+
+def attend_all(
+    kernels: Kernels, several: Sequence[Asked], out_type: str = "f32", alone: Any = None
+) -> list[np.ndarray]:
+    """Of each; they have the same queries and sizes. alone: the function, if it takes one."""
+    batch, heads, positions, _ = several[0].queries.shape
+    shape = (len(several), batch, positions, heads, _width(several[0]))
+    outs = stored(np.full(shape, 7.0, np.float32), out_type).swapaxes(2, 3)
+    strides = (ctypes.c_int64 * 3)(*(s // outs.itemsize for s in outs.strides[1:4]))
+    calls = (_Attention * len(several))(*map(_described, several))
+    to = (ctypes.c_void_p * len(several))(*(out.ctypes.data for out in outs))
+    if alone is not None:
+        code = alone(calls, ctypes.c_void_p(to[0]), strides, TYPES[out_type])
+    else:
+        code = kernels.library.toast_attend_all(calls, len(calls), to, strides, TYPES[out_type])
     if code:
         raise ValueError(code)
-    return out
+    return list(outs)
 
 
 Wanted = tuple[np.ndarray, np.ndarray]

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from tests.conftest import examples
 from tests.native_library import needed
-from tests.unit.native_attention import LOWEST, Asked, Wanted, asked, attend, cached, types, wanted
+from tests.unit.native_attention import (
+    LOWEST,
+    Asked,
+    Wanted,
+    asked,
+    attend,
+    attend_all,
+    cached,
+    types,
+    wanted,
+)
 from tests.unit.native_kernels import (
     KEPT_TYPES,
     ROUNDING,
@@ -112,6 +122,26 @@ def test_long_contexts_are_shared_out(kernels: Kernels, type_: str) -> None:
             together = check(kernels, asked, known=known)
             alone = attend(kernels, asked._replace(queries=asked.queries[:, -1:]))
             assert np.array_equal(together[:, -1:], alone)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@on_row_sets
+def test_several_are_each_alone(kernels: Kernels, threads: int) -> None:
+    """Keys of few positions, which a thread takes whole, and of many, which all share; one with
+    none is refused before anything is written."""
+    random = np.random.default_rng(1)
+    longest = [random.standard_normal((1, 2, 5000, 64)).astype(np.float32) for _ in range(2)]
+    queries = [random.standard_normal((1, 16, 1, 64)).astype(np.float32) for _ in range(4)]
+    several = [
+        Asked(q, *(x[:, :, :n] for x in longest), ("f32", "f32", "f32"), 0.125)
+        for q, n in zip(queries, (1, 5000, 37, 4000))
+    ]
+    kernels.library.toast_set_threads(threads)
+    for found, one in zip(attend_all(kernels, several), several):
+        assert np.array_equal(found, attend(kernels, one))
+    none = several[0]._replace(keys=longest[0][:, :, :0], values=longest[1][:, :, :0])
+    with pytest.raises(ValueError):
+        attend_all(kernels, [*several, none])
 
 
 @pytest.mark.parametrize("type_", list(KEPT_TYPES))

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from toastkit.daemon.scheduled_runs import ScheduledState
-from toastkit.engine.batch import Batch, can_batch
+from toastkit.engine.batch import Batch, can_batch, can_be_apart
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
 from toastkit.holdings.policy import NO_WISH
 
-# A batch pads its states to the longest. A state joins if its length is within a factor of two, or
-# this many tokens, of those in the batch.
+# Merged caches pad states to the longest. One joins them if its length is within a factor of two,
+# or this many tokens, of those in the batch.
 SLACK_TOKENS = 1024
 # Rounds of steps before batching is retried after a failure, doubled each time.
 FIRST_ROUNDS, MAX_ROUNDS = 64, 1 << 14
@@ -33,6 +33,7 @@ class Stepper:
         self._say = say
         self._batches: list[Batch] = []
         self._works: bool | None = None if self._most > 1 else False
+        self._apart = False  # whether each state keeps its own keys and values
         self._wait, self._pause = 0, FIRST_ROUNDS
 
     @property
@@ -78,7 +79,7 @@ class Stepper:
                 self._join(state, groups)
         for group in groups:
             if len(group) > 1:  # a state that joins or leaves a batch is copied
-                batch = Batch(self._engine)
+                batch = Batch(self._engine, self._apart)
                 batch.join(group)
                 self._batches.append(batch)
         alone = [group[0] for group in groups if len(group) == 1]
@@ -130,7 +131,10 @@ class Stepper:
             if self._wait:
                 self._wait -= 1
                 return False
-            self._works = can_batch(self._engine)
+            self._apart = can_be_apart(self._engine)
+            self._works = self._apart and can_batch(self._engine, apart=True)
+            if self._works is False:
+                self._apart, self._works = False, can_batch(self._engine)
             if self._works is None:
                 self._back_off()
             elif not self._works and self._say is not None:
@@ -153,7 +157,7 @@ class Stepper:
 
     def _fits(self, state: ModelState, others: Sequence[ModelState]) -> bool:
         lengths = [len(s.tokens) for s in (*others, state)]
-        alike = max(lengths) <= 2 * min(lengths) + SLACK_TOKENS
+        alike = self._apart or max(lengths) <= 2 * min(lengths) + SLACK_TOKENS
         return alike and len(others) < self._most
 
     def _batch_of(self, state: ModelState) -> Batch | None:

@@ -1,7 +1,8 @@
 """Several states that step together: one pass over the weights for all of them.
 
-mlx_lm's batch caches pad the shorter states on the left. A state that joins is copied into the
-batch, one that leaves is copied out; in between its own caches are stale.
+With native attention keys and values stay in each state's own arrays (native/batched_caches.py).
+mlx_lm's batch caches, for all else, pad the shorter states on the left: a state that joins is
+copied into the batch, one that leaves is copied out.
 
 With MoBiLE (paper 002, algorithm 1) there is one little pass for all. The rows that it is not sure
 of are run again by the big model, as a smaller batch; the others are not touched. If it is sure of
@@ -27,6 +28,7 @@ from toastkit.engine.savepoints import (
 from toastkit.engine.state import ModelState, Passed
 from toastkit.holdings.policy import NO_WISH
 from toastkit.holdings.streams import arrays_in
+from toastkit.native.batched_caches import ApartKVCache, can_stay_apart, merged
 from toastkit.native.kv_caches import leaves
 
 # Largest difference between a batch's logits and each state's alone, relative to their spread, for
@@ -37,11 +39,11 @@ ROWS = ("keys", "values")  # of a cache, (B, H, positions, D)
 
 
 class Batch:
-    """States that step together. members: in the order of the rows. caches: of all of them, one per
-    layer. Empty at first."""
+    """States that step together. apart: each with its own keys and values, see `can_be_apart`.
+    members: in the order of the rows. caches: of all of them, one per layer. Empty at first."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, engine: Engine, apart: bool = False):
+        self._engine, self._apart = engine, apart
         self.caches: Any = []
         self.members: list[ModelState] = []
 
@@ -49,7 +51,7 @@ class Batch:
         """Add states, each of which has read at least one token."""
         for state in states:
             state.take_back()
-        added = [type(layers[0]).merge(list(layers)) for layers in zip(*(s.cache for s in states))]
+        added = [merged(layers, self._apart) for layers in zip(*(s.cache for s in states))]
         if self.members:
             for mine, theirs in zip(self.caches, added):
                 mine.extend(theirs)
@@ -173,11 +175,20 @@ def _extract_row(layer: Any, row: int) -> Any:
     return own
 
 
-def can_batch(engine: Engine) -> bool | None:
+def can_be_apart(engine: Engine) -> bool:
+    """True if states of this model may be tried in a batch with keys and values of their own. Where
+    rows fall back to the big model, they are run again by themselves, which takes merged caches."""
+    experts = engine.experts
+    falls = experts is not None and experts.options.threshold is not None
+    return engine.dtype == "float32" and not falls and can_stay_apart(engine.new_cache())
+
+
+def can_batch(engine: Engine, apart: bool = False) -> bool | None:
     """True if states of this model can step together: its caches can be merged, and two states of
     different lengths come out as they do alone, with MoBiLE also after one is run again. (An
     architecture may ignore the padding, in its caches or, as AFM 7, in its logits alone; that shows
-    here.) None if the trial failed for a reason that may be transient. Runs some fifty tokens."""
+    here.) None if the trial failed for a reason that may be transient. Runs some fifty tokens.
+    apart: as of Batch; True only if native attention then reads all keys and values in place."""
     if not all(hasattr(layer, "merge") for layer in engine.new_cache()):
         return False
     most, experts = engine.vocab - 1, engine.experts
@@ -188,7 +199,7 @@ def can_batch(engine: Engine) -> bool | None:
         together = _states(engine, prompts)
         caches = [engine.counted(copy_caches(state.cache)) for state in together]
         alone = [ModelState(c, s.tokens, s.logits) for c, s in zip(caches, together)]
-        batch = Batch(engine)
+        batch = Batch(engine, apart)
         batch.join(together)
         for _ in range(2):
             before = batch.before_a_step()
@@ -200,6 +211,8 @@ def can_batch(engine: Engine) -> bool | None:
             for state in alone:
                 state.logits = engine.step(right, state.cache)
         if not _alike(together, alone, engine):  # while one is padded
+            return False
+        if any(leaf.unread > 0 for leaf in leaves(batch.caches) if isinstance(leaf, ApartKVCache)):
             return False
         batch.leave([together[0]])
         for state in (together[0], alone[0]):

@@ -14,7 +14,9 @@ integer, long, real = ctypes.c_int, ctypes.c_int64, ctypes.c_float
 # toast_NAME_array: sets its first argument, arrays; ValueError with the library's message.
 ARRAYS: dict[str, tuple[Any, ...]] = {
     "append": (pointer, array * 4, integer),
+    "append_apart": (pointer, pointer, pointer, integer),
     "attend": (*[array] * 6, real, real, integer),
+    "attend_apart": (array, pointer, pointer, integer, array, real, real),
     "awaited": (array, pointer),
     "blend": (*[array] * 5,),
     "closed": (pointer, *[array] * 4, pointer, pointer),
@@ -38,6 +40,7 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
     "mixer_layer": (pointer, *[array] * 3, *[pointer] * 4),
     "mixture": (array, array, pointer),
     "norm": (*[array] * 4, integer, real, real),
+    "padded": (pointer, pointer, pointer, integer),
     "partition": (array, array, integer),
     "product": (*[array] * 7, *[integer] * 3),
     "projected": (pointer, array, pointer, pointer),

@@ -160,7 +160,7 @@ class LayerKV(NamedTuple):
     def fetched(self) -> tuple[mx.array, mx.array]:
         """(B, heads, length, size) float32, as update_and_fetch returns them."""
         some = (a if a.shape[2] == self.length else a[:, :, : self.length] for a in self[:2])
-        keys, values = (_widened(array, mx.float32) for array in some)
+        keys, values = (widened(array, mx.float32) for array in some)
         return keys, values
 
 
@@ -206,7 +206,7 @@ def appended_first(layer: Any, keys: mx.array, values: mx.array) -> tuple[mx.arr
     ]
     *caches, kept_keys, kept_values = library.append(given, (keys, values), 0)
     set_appended(layer, caches, keys.shape[2], 0)
-    return _widened(kept_keys, mx.float32), _widened(kept_values, mx.float32)
+    return widened(kept_keys, mx.float32), widened(kept_values, mx.float32)
 
 
 def _width(size: int, dtype: mx.Dtype) -> int:
@@ -226,9 +226,15 @@ def set_appended(layer: Any, arrays: Iterable[mx.array], positions: int, first: 
         layer.appended = "float32"
 
 
+def usual_dtype(layer: Any) -> mx.Dtype | None:
+    """The dtype in which a cache, if it is mlx_lm's KVCache, keeps float32 keys and values; else
+    None."""
+    cls: Any = type(layer)
+    return _usual(cls)
+
+
 @cache
 def _usual(cls: type) -> mx.Dtype | None:
-    """The dtype in which mlx_lm's KVCache keeps float32 keys and values; None for another class."""
     return _kept_by(cls) if (cls.__module__, cls.__qualname__) == (MODULE, "KVCache") else None
 
 
@@ -248,8 +254,9 @@ def _kept_by(cls: type) -> mx.Dtype:
     return _kept_dtype(mx.float32, getattr(cls, "kv_dtype", mx.float32))
 
 
-def _widened(kept: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Convert a kept array lazily to a dtype of activations, and register it for `kept_of`."""
+def widened(kept: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Convert a kept array, (B, heads, positions, size) of any dtype, lazily to a dtype of
+    activations, and register it for `kept_of`."""
     if kept.dtype == dtype:
         return kept
     wide = _rounded(kept, dtype)
@@ -274,7 +281,7 @@ class _Keeping:
         fetched = self._append(keys, values)
         if fetched is None:
             fetched = self._update(keys, values)
-        return _widened(fetched[0], keys.dtype), _widened(fetched[1], values.dtype)
+        return widened(fetched[0], keys.dtype), widened(fetched[1], values.dtype)
 
     def _append(self: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, ...] | None:
         """Append in one operation; None if there is none, or no room."""
@@ -300,14 +307,14 @@ class _Keeping:
         """The cache's arrays, widened, for layers that share the cache of an earlier one."""
         keys, values = super().keys_and_values()  # type: ignore[misc]
         appended = getattr(mx, self.appended)
-        return _widened(keys, appended), _widened(values, appended)
+        return widened(keys, appended), widened(values, appended)
 
 
 def _widened_state(base: Any, layer: Any) -> Any:
     """The state of a cache as its class has it, keys and values in the dtype of activations."""
     keys, values, *rest = base.state.fget(layer)
     appended = getattr(mx, layer.appended)
-    return _widened(keys, appended), _widened(values, appended), *rest
+    return widened(keys, appended), widened(values, appended), *rest
 
 
 @cache

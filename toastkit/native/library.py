@@ -307,6 +307,11 @@ def objects(*arrays: Any) -> ctypes.Array[ctypes.py_object]:
     return (ctypes.py_object * len(arrays))(*arrays)
 
 
+def unshared(x: Any, count: int) -> list[Any]:
+    """Copies of an array object for the library to set; cheaper than new arrays."""
+    return [x.__copy__() for _ in range(count)]
+
+
 def called(count: int, function: Callable, *arguments: Any) -> list[mx.array]:
     """Call a function of the library that sets so many arrays (...) of any dtype, and return
     them."""

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from toastkit.native.batched_caches import attend
 from toastkit.native.functions import replaces, stands_for
-from toastkit.native.kv_caches import kept_of
 from toastkit.native.library import FLOATS, in_use
 from toastkit.native.operands import Rotation
 from toastkit.sampling.draws import GUARD
@@ -312,4 +312,4 @@ def fast_attention(
         )
     if sinks is not None and sinks.dtype != mx.float32:
         sinks = sinks.astype(mx.float32)
-    return library.attend(q, kept_of(k), kept_of(v), scale, mask, sinks)
+    return attend(library, q, k, v, scale, mask, sinks)

@@ -116,6 +116,12 @@ mx::array &array_of(void *object) {
   return *static_cast<mx::array *>(there);
 }
 
+Arrays arrays_of(void **objects, int count) {
+  Arrays arrays;
+  for (int i = 0; i < count; i++) arrays.push_back(array_of(objects[i]));
+  return arrays;
+}
+
 int type_of(const mx::array &a) {
   if (a.dtype() == mx::float32) return TOAST_F32;
   if (a.dtype() == mx::float16) return TOAST_F16;

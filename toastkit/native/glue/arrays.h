@@ -62,6 +62,8 @@ class Rows {
 };
 
 using Arrays = std::vector<mx::array>;
+// Those inside so many Python objects.
+Arrays arrays_of(void **objects, int count);
 // The computation of an operation. arrays: inputs, followed by outputs.
 using Work = std::function<void(const Arrays &)>;
 // Allocates the outputs and sets their strides. inputs: without the weights that the operation
@@ -144,4 +146,4 @@ const char *set_arrays(void **outs, const Make &make) {
 }  // namespace toast
 
 // For the functions of the C interface, which are in no namespace.
-using toast::array_if, toast::array_of, toast::set_array, toast::set_arrays;
+using toast::array_if, toast::array_of, toast::arrays_of, toast::set_array, toast::set_arrays;

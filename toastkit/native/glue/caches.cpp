@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <string.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -116,6 +117,80 @@ Arrays appended(const Arrays &inputs, int first) {
   });
 }
 
+// inputs: keys and values of each row in turn, then new keys and values of all rows. outputs: the
+// updated caches.
+void append_apart(const Arrays &arrays, const std::vector<int> &firsts) {
+  const size_t n = firsts.size();
+  const Rows added[2] = {Rows(arrays[2 * n]), Rows(arrays[2 * n + 1])};
+  for (size_t i = 0; i < 2 * n; i++) {
+    const mx::array &x = arrays[2 * n + i % 2];
+    const Rows &rows = added[i % 2];
+    mx::array cache = arrays[2 * n + 2 + i];
+    const WriterGuard written(arrays[2 * n + 2 + i]);
+    write_heads(arrays[i], cache,
+                {rows.data() + int64_t(i / 2) * rows.stride(0) * int64_t(x.itemsize()), 1,
+                 x.shape(1), x.shape(2), x.shape(3),
+                 {rows.stride(0), rows.stride(1), rows.stride(2)}, type_of(x)}, firsts[i / 2]);
+  }
+}
+
+Arrays appended_apart(Arrays inputs, std::vector<int> firsts) {
+  const size_t n = firsts.size();
+  std::vector<mx::Shape> shapes;
+  std::vector<mx::Dtype> dtypes;
+  for (size_t i = 0; i < 2 * n; i++) {
+    const mx::array &x = inputs[2 * n + i % 2];
+    type_of(x);
+    check(x.ndim() == 4 && x.shape(0) == int(n) && x.shape(2) == inputs[2 * n].shape(2),
+          "not as many rows or positions");
+    check_cache(inputs[i], {1, x.shape(1), x.shape(2), x.shape(3)}, firsts[i / 2]);
+    shapes.push_back(inputs[i].shape());
+    dtypes.push_back(inputs[i].dtype());
+  }
+  return lazy("ToastAppendApart", std::move(shapes), dtypes, std::move(inputs),
+              [firsts = std::move(firsts)](const Arrays &arrays) { append_apart(arrays, firsts); },
+              [n](const Arrays &inputs, Arrays &outputs) {
+    for (size_t i = 0; i < n; i++) allocate_caches(&inputs[2 * i], &outputs[2 * i]);
+  });
+}
+
+// outputs: keys and values (n, heads, positions, size) of all rows, zeros before those with fewer
+// positions.
+void pad(const Arrays &arrays, const std::vector<int> &lengths) {
+  const size_t n = lengths.size();
+  for (size_t i = 0; i < 2 * n; i++) {
+    mx::array out = arrays[2 * n + i % 2];
+    const Rows rows(arrays[i]);
+    const int64_t row = out.shape(3) * int64_t(out.itemsize()), positions = out.shape(2);
+    const int64_t length = lengths[i / 2], zeros = (positions - length) * row;
+    for (int64_t head = 0; head < out.shape(1); head++) {
+      char *to = out.data<char>() + (int64_t(i / 2) * out.shape(1) + head) * positions * row;
+      memset(to, 0, zeros);
+      for (int64_t j = 0; j < length; j++)
+        memcpy(to + zeros + j * row, rows.data() + (head * rows.stride(1) + j * rows.stride(2)) *
+                                                       int64_t(out.itemsize()), row);
+    }
+  }
+}
+
+Arrays padded(Arrays inputs, std::vector<int> lengths) {
+  const int n = int(lengths.size());
+  std::vector<mx::Shape> shapes;
+  for (int i = 0; i < 2 * n; i++) {
+    const mx::array &x = inputs[i], &first = inputs[i % 2];
+    check(x.ndim() == 4 && x.shape(0) == 1 && x.shape(1) == first.shape(1) &&
+              x.shape(3) == first.shape(3) && x.dtype() == first.dtype(),
+          "rows of another shape");
+    check(lengths[i / 2] >= 0 && lengths[i / 2] <= x.shape(2), "fewer positions");
+  }
+  const int most = *std::max_element(lengths.begin(), lengths.end());
+  for (int i = 0; i < 2; i++)
+    shapes.push_back({n, inputs[i].shape(1), most, inputs[i].shape(3)});
+  const std::vector<mx::Dtype> dtypes = {inputs[0].dtype(), inputs[1].dtype()};
+  return lazy("ToastPadded", std::move(shapes), dtypes, std::move(inputs),
+              [lengths = std::move(lengths)](const Arrays &arrays) { pad(arrays, lengths); });
+}
+
 }  // namespace
 
 void check_cache(const mx::array &cache, const mx::Shape &heads, int first) {
@@ -170,6 +245,25 @@ TOAST_API const char *toast_append_array(void **made, void **given, int first) {
   return set_arrays(made, [&] {
     return toast::appended({array_of(given[0]), array_of(given[1]), array_of(given[2]),
                             array_of(given[3])}, first);
+  });
+}
+
+// Sets `made`, 2 n unshared arrays, to the caches of n rows, keys and values in turn, with the new
+// positions written in place from firsts[row] on. Lazy. given: these caches, (1, heads, M, size)
+// each, then new keys and new values of all rows, (n, heads, N, size).
+TOAST_API const char *toast_append_apart_array(void **made, void **given, const int *firsts,
+                                               int n) {
+  return set_arrays(made, [&] {
+    return toast::appended_apart(arrays_of(given, 2 * n + 2), {firsts, firsts + n});
+  });
+}
+
+// Sets `made`, two unshared arrays, to keys and values of n rows, (n, heads, longest, size), zeros
+// on the left of shorter ones. Lazy. given: the rows' caches, keys and values in turn.
+TOAST_API const char *toast_padded_array(void **made, void **given, const int *lengths, int n) {
+  return set_arrays(made, [&] {
+    toast::check(n > 0, "no rows");
+    return toast::padded(arrays_of(given, 2 * n), {lengths, lengths + n});
   });
 }
 

@@ -16,6 +16,7 @@ namespace {
 
 constexpr int64_t MIN_TILES = 64;           // fewer tiles are split by span too (Flash-Decoding)
 constexpr int64_t SERIAL_MACS = 1 << 17;    // too few multiply-adds for a second thread
+constexpr int64_t SHARED_MACS = 1 << 22;    // of several calls, one with fewer is one thread's
 constexpr int64_t SERIAL_QUERY_TILES = 16;  // fewer tiles are prepared serially
 
 bool is_float(const toast_rows &rows) {
@@ -245,30 +246,60 @@ bool attend(const Attention &a, const AttentionCode &code, Helpers help) {
                        [&](int64_t i) { return attend_tile(plan, plan.work[i]); });
 }
 
+double multiply_adds(const toast_attention &call) {
+  return double(call.batch) * call.heads * call.positions * call.key_positions *
+         (call.key_size + call.value_size);
+}
+
+// As toast_attend, of a supported call.
+bool attend(const toast_attention &call, void *out, const int64_t *out_strides, int32_t out_type,
+            Helpers help) {
+  const int64_t repeats = call.heads / call.key_heads, rows = repeats * call.positions;
+  if (!rows || !call.batch) return true;
+  const AttentionCode &code = *instructions().attention;
+  const Visibility seen(call, help);
+  const Attention a = {
+      &call, out, out_type, out_strides, repeats, rows, code.row_floats(call.value_size),
+      seen.ranges.data(),
+      {seen.batches > 1 ? seen.heads * call.positions : 0, seen.heads > 1 ? call.positions : 0},
+      seen.origin.data(),
+  };
+  return attend(a, code, help);
+}
+
 }  // namespace
 }  // namespace toast
 
+extern "C" int toast_attend_all(const toast_attention *calls, int32_t n, void *const *outs,
+                                const int64_t *out_strides, int32_t out_type) {
+  using namespace toast;
+  double all = 0;
+  for (int32_t i = 0; i < n; i++) {
+    if (!is_supported(calls[i])) return 1;
+    all += multiply_adds(calls[i]);
+  }
+  if (out_type < TOAST_F32 || out_type > TOAST_BF16) return 1;
+  const Helpers help = helpers(all, SERIAL_MACS);
+  auto is_shared = [&](int64_t i) { return n == 1 || multiply_adds(calls[i]) >= SHARED_MACS; };
+  auto attend_one = [&](int64_t i, Helpers who) {
+    try {
+      return attend(calls[i], outs[i], out_strides, out_type, who);
+    } catch (const std::bad_alloc &) {
+      return false;
+    }
+  };
+  int32_t small = 0;
+  for (int32_t i = 0; i < n; i++) {
+    if (!is_shared(i)) small++;
+    else if (!attend_one(i, help)) return 2;
+  }
+  const bool done = !small || share_checked(help, n, [&](int64_t i) {
+    return is_shared(i) || attend_one(i, Helpers::NONE);
+  });
+  return done ? 0 : 2;
+}
+
 extern "C" int toast_attend(const toast_attention *call, void *out, const int64_t *out_strides,
                             int32_t out_type) {
-  using namespace toast;
-  if (!is_supported(*call) || out_type < TOAST_F32 || out_type > TOAST_BF16) return 1;
-  const int64_t repeats = call->heads / call->key_heads, rows = repeats * call->positions;
-  if (!rows || !call->batch) return 0;
-  try {
-    const AttentionCode &code = *instructions().attention;
-    const double macs = double(call->batch) * call->heads * call->positions *
-                            call->key_positions * (call->key_size + call->value_size);
-    const Helpers help = helpers(macs, SERIAL_MACS);
-    const Visibility seen(*call, help);
-    const Attention a = {
-        call, out, out_type, out_strides, repeats, rows, code.row_floats(call->value_size),
-        seen.ranges.data(),
-        {seen.batches > 1 ? seen.heads * call->positions : 0,
-         seen.heads > 1 ? call->positions : 0},
-        seen.origin.data(),
-    };
-    return attend(a, code, help) ? 0 : 2;
-  } catch (const std::bad_alloc &) {
-    return 2;
-  }
+  return toast_attend_all(call, 1, &out, out_strides, out_type);
 }

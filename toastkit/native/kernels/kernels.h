@@ -108,6 +108,10 @@ typedef struct {
 TOAST_API int toast_attend(const toast_attention *call, void *out, const int64_t *out_strides,
                            int32_t out_type);
 
+// Several, scheduled together, of outputs with the same strides. To the bit what each gives alone.
+TOAST_API int toast_attend_all(const toast_attention *calls, int32_t n, void *const *outs,
+                               const int64_t *out_strides, int32_t out_type);
+
 // The instruction set in use: "amx_int8", "avx512vbmi", "avx512vnni", "avxvnni", "avx2" or
 // "portable"; on AArch64 "neon_i8mm", "neon_dotprod" or "neon". Choosing one that the processor
 // lacks or the kernel does not grant returns 1 and changes nothing. Neither may be called while

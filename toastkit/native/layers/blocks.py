@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from toastkit.native.batched_caches import attend
 from toastkit.native.forms.common import Block, Heads, KnownAttention, heads_of
 from toastkit.native.functions import Native
 from toastkit.native.kv_caches import (
@@ -22,7 +23,7 @@ from toastkit.native.kv_caches import (
 )
 from toastkit.native.layers import latent_attention
 from toastkit.native.layers.plans import NO_EXTRAS, Extras, Plan, multiplier_of, plan_of
-from toastkit.native.library import NONE, Library, in_use, objects
+from toastkit.native.library import NONE, Library, in_use, objects, unshared
 from toastkit.native.modules.mixtures import Mixture, MixtureShape
 from toastkit.native.operations import is_mask
 
@@ -190,11 +191,6 @@ def _one_node(
     return outs, LayerKV(caches[0], caches[1], offset, x.shape[1], room.length)
 
 
-def unshared(x: Any, count: int) -> list[Any]:
-    """Copies of an array object for the library to set; cheaper than new arrays."""
-    return [x.__copy__() for _ in range(count)]
-
-
 def _two_nodes(
     library: Library, plan: Plan, x: mx.array, mask: Any, cache: Any, extras: Extras = NO_EXTRAS
 ) -> tuple[list[mx.array], LayerKV]:
@@ -252,7 +248,7 @@ def _attend(
     if heads.unembed is not None:
         return latent_attention.attend(library, queries, keys, values, scale, mask)
     if cap:
-        return library.attend(queries, kept_of(keys), kept_of(values), scale, mask, cap=cap)
+        return attend(library, queries, keys, values, scale, mask, cap=cap)
     sinks = {} if heads.sinks is None else {"sinks": plan.attention[heads.sinks]}
     return heads.attend(queries, keys, values, cache=cache, scale=scale, mask=mask, **sinks)
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from toastkit.native.layers.blocks import Layer, unshared
+from toastkit.native.layers.blocks import Layer
 from toastkit.native.layers.plans import NO_EXTRAS, Extras, LayerShape, multiplier_of
-from toastkit.native.library import NONE, in_use, objects
+from toastkit.native.library import NONE, in_use, objects, unshared
 from toastkit.native.modules.mixtures import is_mixture
 from toastkit.native.modules.norms import Norm
 from toastkit.native.modules.products import Linear, operands_of

@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from toastkit.native.forms.common import Block, Form, Known
-from toastkit.native.layers.blocks import Layer, unshared
+from toastkit.native.layers.blocks import Layer
 from toastkit.native.layers.recurrent import NORM_COUNT, VALUE_NORM, StepPlan, step_plan
-from toastkit.native.library import NONE, in_use, objects
+from toastkit.native.library import NONE, in_use, objects, unshared
 from toastkit.native.modules.norms import LayerNorm
 
 # In the order of glue/time_mixing.cpp: how much of the token before is mixed in; and projections of

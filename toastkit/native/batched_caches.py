@@ -1,0 +1,196 @@
+"""KV caches of states that step together, each in its own arrays: a state that joins or leaves a
+batch is not copied, and a short one is not padded to a long one. Native attention reads them where
+they are. Another attention gets them padded on the left, with a mask, as mlx_lm's batches are."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import mlx.core as mx
+
+from toastkit.native.kv_caches import (
+    as_kept,
+    kept_of,
+    leaves,
+    usual_dtype,
+    widened,
+)
+from toastkit.native.library import NONE, Library, in_use, objects, unshared
+
+BOUNDED = ("ArraysCache", "RotatingKVCache")  # caches of mlx_lm that stop growing: these are merged
+
+# By the id of an array, while that lives: of keys, the batch's cache that returned it; of a mask,
+# the lengths that it is made of.
+_owners: dict[int, tuple[weakref.ref, ApartKVCache]] = {}
+_masks: dict[int, tuple[weakref.ref, list[int]]] = {}
+
+
+class ApartKVCache:
+    """The KV caches of several states, each in its own arrays. arrays: keys and values of each in
+    turn, (1, heads, M, size), as kept. lengths: positions of each. unread: how often keys and
+    values were returned that native attention did not read there."""
+
+    def __init__(self, rows: Sequence[Any]):
+        """rows: mlx_lm's KVCache of each, which has read a token or more. They are left as they
+        are; with them gone nobody else holds the arrays."""
+        self.arrays: list[mx.array] = []
+        self.lengths = [row.offset for row in rows]
+        self.unread = 0
+        self._rows = list(map(copy, rows))  # what else is in them
+        for row in self._rows:
+            kept = usual_dtype(row)
+            if kept is not None and row.keys.dtype != kept:  # of a session from elsewhere
+                row.keys, row.values = (as_kept(x, kept) for x in (row.keys, row.values))
+            self.arrays += row.keys, row.values
+            row.keys = row.values = None
+
+    @property
+    def offset(self) -> mx.array:
+        """The lengths, int32 (B,)."""
+        return mx.array(self.lengths)
+
+    def size(self) -> int:
+        """Positions of the longest."""
+        return max(self.lengths)
+
+    _idx = property(size)  # as mlx_lm's batches call it
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append keys and values, float32 (B, heads, N, size), and return those of all positions,
+        float32 (B, heads, longest, size), lazily padded."""
+        library, new, count = in_use(), keys.shape[2], len(self.lengths)
+        if library is None or keys.dtype != mx.float32:
+            raise NotImplementedError("separate caches of another dtype, or without the library")
+        self._make_room(new)
+        made, given = unshared(keys, 2 * count), objects(*self.arrays, keys, values)
+        library.c.append_apart(objects(*made), given, _ints(self.lengths), count)
+        self.arrays = made
+        self.lengths = [length + new for length in self.lengths]
+        padded = unshared(keys, 2)
+        library.c.padded(objects(*padded), objects(*made), _ints(self.lengths), count)
+        _remember(_owners, padded[0], self)
+        self.unread += 1
+        return widened(padded[0], mx.float32), widened(padded[1], mx.float32)
+
+    def _make_room(self, new: int) -> None:
+        """Make room for so many more positions of each."""
+        for i, array in enumerate(self.arrays):
+            length = self.lengths[i // 2]
+            if array.shape[2] < length + new:
+                batch, heads, _, size = array.shape
+                room = -(-new // self._rows[i // 2].step) * self._rows[i // 2].step
+                more = mx.zeros((batch, heads, room, size), array.dtype)
+                self.arrays[i] = mx.concatenate([array[..., :length, :], more], axis=2)
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """Which positions the next N see, bool (B, 1, N, longest + N): those of their row."""
+        longest, lengths = self.size(), self.lengths
+        positions, queries = mx.arange(longest + N), mx.arange(longest, longest + N)[:, None]
+        padding = mx.array([longest - length for length in lengths]).reshape(-1, 1, 1, 1)
+        mask = (positions <= queries) & (positions >= padding)
+        if window_size is not None:
+            return mask & (queries < positions + window_size)
+        _remember(_masks, mask, [length + N for length in lengths])
+        return mask
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        """Remove the last n positions of each, or as many as all have."""
+        n = min(n, *self.lengths)
+        self.lengths = [length - n for length in self.lengths]
+        return n
+
+    def filter(self, kept: mx.array) -> None:
+        """Keep those of these indices, int32 (R,), alone."""
+        which: Any = kept.tolist()
+        self._rows = [self._rows[i] for i in which]
+        self.lengths = [self.lengths[i] for i in which]
+        self.arrays = [array for i in which for array in self.arrays[2 * i : 2 * i + 2]]
+
+    def extend(self, other: ApartKVCache) -> None:
+        """Add another's."""
+        self._rows += other._rows
+        self.lengths += other.lengths
+        self.arrays += other.arrays
+
+    def extract(self, row: int) -> Any:
+        """Give one its own cache back. It has to be filtered out before the next step."""
+        own = self._rows[row]
+        own.keys, own.values = self.arrays[2 * row : 2 * row + 2]
+        own.offset = self.lengths[row]
+        return own
+
+    def attend(
+        self, library: Library, queries: mx.array, scale: float, sinks: mx.array | None, cap: float
+    ) -> mx.array:
+        """As Library.attend of one query each, float32 (B, heads, 1, size), to all its
+        positions."""
+        self.unread -= 1
+        [out] = unshared(queries, 1)
+        library.c.attend_apart(
+            out, objects(queries, *self.arrays), _ints(self.lengths), len(self.lengths),
+            NONE if sinks is None else sinks, scale, cap,
+        )  # fmt: skip
+        return out
+
+
+def attend(
+    library: Library, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any,
+    sinks: mx.array | None = None, cap: float = 0.0,
+) -> mx.array:  # fmt: skip
+    """Library.attend, float32 (B, heads, N, value size), to keys and values (B, key heads, M, size)
+    of its dtypes that a cache returned: as that keeps them and, of a batch, each where it is."""
+    keys, values = kept_of(keys), kept_of(values)
+    owner = _remembered(_owners, keys)
+    own = owner is not None and queries.shape[2] == 1
+    if own and (mask is None or _remembered(_masks, mask) == owner.lengths):
+        return owner.attend(library, queries, scale, sinks, cap)
+    return library.attend(queries, keys, values, scale, mask, sinks, cap)
+
+
+def can_stay_apart(caches: Sequence[Any]) -> bool:
+    """True if all that grows in a state's caches can stay in its own arrays."""
+    usual = [usual_dtype(leaf) is not None for leaf in leaves(caches)]
+    bounded = [type(leaf).__name__ in BOUNDED for leaf in leaves(caches)]
+    return in_use() is not None and any(usual) and all(map(max, usual, bounded))
+
+
+def merged(layers: Sequence[Any], apart: bool) -> Any:
+    """The cache of a batch from those of its states for one layer. apart: those that
+    `can_stay_apart` do."""
+    first = layers[0]
+    if apart and usual_dtype(first) is not None:
+        return ApartKVCache(layers)
+    if apart and hasattr(first, "caches"):
+        parts = zip(*(layer.caches for layer in layers))
+        return type(first)(*(merged(part, apart) for part in parts))
+    return type(first).merge(list(layers))
+
+
+def _ints(numbers: list[int]) -> ctypes.Array[ctypes.c_int]:
+    return (ctypes.c_int * len(numbers))(*numbers)
+
+
+def _remember(found: dict, array: mx.array, what: Any) -> None:
+    """Keep something for an array object (...) for as long as that lives."""
+    key = id(array)
+    found[key] = weakref.ref(array, lambda _: found.pop(key, None)), what
+
+
+def _remembered(found: dict, array: Any) -> Any:
+    """What is kept for an array (...), or None."""
+    entry = found.get(id(array))
+    return None if entry is None else entry[1]
