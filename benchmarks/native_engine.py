@@ -58,13 +58,13 @@ class Ours(Runner):
 
     def together(self, rows: float, count: float) -> float:
         """Tokens a second of all, of so many states that take `count` steps together."""
-        from toastkit.engine.batch import Batch
+        from toastkit.engine.batch import Batch, can_be_apart
         from toastkit.engine.state import ModelState
 
         states = [ModelState(self.new_cache()) for _ in range(int(rows))]
         for row, state in enumerate(states):
             state.logits = self.prefill([FIRST + row] * CONTEXT, state.cache)
-        batch = Batch(self._engine)
+        batch = Batch(self._engine, can_be_apart(self._engine))
         batch.join(states)
 
         def step() -> None:

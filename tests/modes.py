@@ -22,7 +22,7 @@ import numpy as np
 from tests.model.checkpoints import baked, open_model, read
 from tests.model.test_transformers import NAMES, recorded, write
 from tests.oracle.cases import VOCAB
-from toastkit.engine.batch import Batch, can_batch
+from toastkit.engine.batch import Batch, can_batch, can_be_apart
 from toastkit.engine.engine import Engine
 from toastkit.errors import ToastError
 from toastkit.experts.experts_options import ExpertsOptions
@@ -81,7 +81,8 @@ def together(engine: Engine, prompt: list[int]) -> np.ndarray:
     """The same of a state that steps beside two others, but for its prompt."""
     lengths = (3, len(prompt), len(prompt) // 2)
     states = [read(engine, prompt[:length], None) for length in lengths]
-    batch, found = Batch(engine), []
+    apart = can_be_apart(engine) and can_batch(engine, apart=True) is True
+    batch, found = Batch(engine, apart), []
     batch.join(states)
     for token in NEXT:
         batch.step([token] * 3)
