@@ -208,8 +208,8 @@ def test_forms() -> None:
         assert block_of(cls) is None
     for cls in (gemma2.Attention, llama.TransformerBlock, llama.Attention):
         assert heads_of(cls) is None  # the last one calls mlx_lm's, and is none of ours
-    own = [layers(module, {}, 0)[0].self_attn for module in (llama, qwen3, phi3, gemma2)]
-    plain, normed, joined, capped = (heads_of(type(attention)) for attention in own)
+    own = [layers(module, {}, 0)[0] for module in (llama, qwen3, phi3, gemma2)]
+    plain, normed, joined, capped = (layer._heads(layer.self_attn) for layer in own)
     assert capped is not None and capped.cap == "attn_logit_softcapping"
     assert joined is not None and (*joined[:3], joined.size) == (*["qkv_proj"] * 3, "head_dim")
     assert plain is not None and plain[:5] == ("q_proj", "k_proj", "v_proj", "o_proj", "n_heads")

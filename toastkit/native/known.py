@@ -137,6 +137,17 @@ def _joined(part: str, **names: Any) -> type:
 
 
 COUNTS = {"heads": "num_attention_heads", "key_heads": "num_key_value_heads"}
+NORMED = {"q_norm": "q_norm", "k_norm": "k_norm"}
+OR_NOT = {"use_norms": "use_qk_norm"}
+LAYER_NORMED = {"q_norm": "query_layernorm", "k_norm": "key_layernorm", **OR_NOT}
+
+LfmAttention = _attention(out="out_proj", q_norm="q_layernorm", k_norm="k_layernorm")
+LingAttention = _joined("query_key_value", out="dense", **LAYER_NORMED, **COUNTS)
+GatedAttention = _attention(**NORMED, **COUNTS, gated=True)
+CappedAttention = _attention(size="head_dim", cap="attn_logit_softcapping")
+AttentionWithSinks = _attention(
+    heads=None, key_heads=None, scale="sm_scale", size="head_dim", sinks="sinks"
+)
 
 # The mixin for each class of mlx_lm.models, and the digests of the sources that it replaces: of
 # mlx_lm 0.31 and 0.32, where they differ and both are known.
@@ -249,23 +260,36 @@ _KNOWN: list[tuple[type, str, str]] = [
     (AfmoeAttention, "afmoe.Attention", "c278e3c631b97143"),
     (MixtureOfWrapped, "afmoe.AfmoeMoE", "9035049a859353b0 09d59d102695e7a5"),
     (Known, "afmoe.MoERouter", "b888b00bba05b3ab"),
+    (_attention(**NORMED), "gemma3_text.Attention", "a293df9f54178d8a"),
+    (_attention(**NORMED), "olmo2.Attention", "1e7b799d789a8d0e"),
+    (_attention(**NORMED), "olmoe.Attention", "52d7913e626e8f67"),
+    (_attention(**NORMED, **OR_NOT), "cohere.Attention", "8e33dc3e18a83c96"),
+    (_attention(**NORMED, **OR_NOT), "glm4_moe.Attention", "fe598d993043bd79"),
+    (_attention(**NORMED, use_rope="use_rope"), "exaone4.Attention", "2ac562e9182cb40f"),
+    (_attention(**NORMED, use_rope="use_rope"), "exaone_moe.Attention", "2ac562e9182cb40f"),
+    (_attention(**NORMED, **COUNTS), "olmo3.Olmo3Attention", "90a5351c6671e3b6"),
+    (GatedAttention, "qwen3_next.Qwen3NextAttention", "a938424855f1b919"),
+    (LfmAttention, "lfm2.Attention", "06714e58258dcf63"),
+    (LfmAttention, "lfm2_moe.Attention", "06714e58258dcf63"),
+    (LingAttention, "bailing_moe.BailingMoeAttention", "f17759b31ba86d72"),
+    (LingAttention, "bailing_moe_linear.Attention", "f17759b31ba86d72"),
+    (_joined("qkv_proj"), "phi3.Attention", "c22a1680bccb2d06"),
+    (_attention(scaled=True), "ministral3.Attention", "f730ceee58eae615"),
+    (CappedAttention, "gemma2.Attention", "a62901768129867d"),
+    (AttentionWithSinks, "gpt_oss.AttentionBlock", "907d3050ceb13722"),
     (_attention(use_rope="use_sliding_window"), "cohere2.Attention", "8e66ae5c1684a15b"),
     (PhiAttention, "phi.PhiAttention", "40fde0a6df234612"),
     (MixtureBiasedAhead, "minimax.MiniMaxSparseMoeBlock", "f95a6d46996d86bb 8d15d094b115016c"),
+    (_attention(**NORMED, **OR_NOT, **COUNTS), "minimax.MiniMaxAttention", "e6d80e20cec5495c"),
     (
-        _attention(q_norm="q_norm", k_norm="k_norm", use_norms="use_qk_norm", **COUNTS),
-        "minimax.MiniMaxAttention",
-        "e6d80e20cec5495c",
-    ),
-    (
-        _attention(
-            q_norm="query_layernorm",
-            k_norm="key_layernorm",
-            use_norms="use_qk_norm",
-            norm_after_rope=True,
-        ),
+        _attention(**LAYER_NORMED, norm_after_rope=True),
         "hunyuan.Attention",
         "3d2fa7ed6e69cf13",
+    ),
+    (
+        _attention(**LAYER_NORMED, norm_after_rope=True, size="head_dim"),
+        "hunyuan_v1_dense.Attention",
+        "0c3853706d692837",
     ),
     (PassingLayer, "hunyuan.DecoderLayer", "204a7bfcbc967e4e"),
     (MixtureAheadOfWrapped, "hunyuan.MoeBlock", "22b48c7553192b79"),

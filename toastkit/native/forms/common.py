@@ -1,6 +1,6 @@
 """Recognise modules of a common form, whatever their architecture, and its names of their parts:
 feed-forward networks, layers, attentions and norms whose forward equals, instruction by
-instruction, one of those in forwards.py and attention_forwards.py, up to names."""
+instruction, one of those in forwards.py, up to names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from toastkit.native.forms import attention_forwards as attentions
 from toastkit.native.forms import forwards
 from toastkit.native.functions import Native, our_function
 from toastkit.native.library import ACTIVATIONS, ALONE
@@ -130,7 +129,7 @@ class KnownAttention(Known):
 
     def heads(self) -> Heads | None:
         """Its parts, with our function as `attend`; None if its forward was replaced."""
-        attend = our_function(attentions.BASE, attentions.ATTEND)
+        attend = our_function(*forwards.ATTEND)
         alone = type(self).__call__ is Known.__call__
         return self.parts()._replace(attend=attend) if alone and attend is not None else None
 
@@ -173,29 +172,10 @@ def block_of(cls: type) -> Block | None:
 @cache
 def heads_of(cls: type) -> Heads | None:
     """Return the names in an attention class; None for another form."""
-    forward, ours = _forward(cls), our_function(attentions.BASE, attentions.ATTEND)
-    found = _known(cls, attentions.HEADS, (*Heads._fields, "qkv", "repeats"))
-    if not (forward and found and ours):
+    found, ours = _known(cls, forwards.HEADS, Heads._fields), our_function(*forwards.ATTEND)
+    if found is None or ours is None or not _is_called(cls, forwards.ATTEND[1], ours):
         return None
-    form, names = found
-    if form is not attentions.CAPPED and forward.__globals__[attentions.ATTEND] is not ours:
-        return None
-    names.pop("repeats", None)
-    qkv = names.pop("qkv", None)
-    fused_parts = dict.fromkeys(("q", "k", "v"), qkv) if qkv else {}
-    absent = dict.fromkeys(("heads", "key_heads", "q_norm", "k_norm"))
-    fields: dict[str, Any] = {**absent, **names, **fused_parts}
-    gated, scaled, norm_after_rope = (
-        form is one for one in (attentions.GATED, attentions.SCALED, attentions.NORM_AFTER_ROPE)
-    )
-    return Heads(
-        **fields,
-        attend=ours,
-        gated=gated,
-        norm_after_rope=norm_after_rope,
-        fused=bool(qkv),
-        scaled=scaled,
-    )
+    return HEADS._replace(**found[1], attend=ours)
 
 
 @cache
@@ -207,8 +187,14 @@ def adds_one(cls: type) -> bool:
 def _is_of(cls: type, name: str, origin: tuple[str, str]) -> bool:
     """True if a name in a class's forward refers to that function of that module."""
     module, function = origin
-    original, forward = getattr(sys.modules.get(module), function, None), _forward(cls)
-    return forward is not None and forward.__globals__.get(name) is original is not None
+    original = getattr(sys.modules.get(module), function, None)
+    return original is not None and _is_called(cls, name, original)
+
+
+def _is_called(cls: type, name: str, function: Any) -> bool:
+    """True if a name in a class's forward refers to a function."""
+    forward = _forward(cls)
+    return forward is not None and forward.__globals__.get(name) is function
 
 
 def _forward(cls: type) -> FunctionType | None:

@@ -1,7 +1,7 @@
-"""Known forwards of networks, layers and norms; those of attentions are in attention_forwards.py.
-The forwards of architectures are compared with these, instruction by instruction (common.py). They
-are never called, and are written as in the architectures, whatever they share; since Python 3.13
-line breaks matter too: two names loaded in one line are one instruction."""
+"""Known forwards of networks, layers, attentions and norms. The forwards of architectures are
+compared with these, instruction by instruction (common.py). They are never called, and are written
+as in the architectures, whatever they share; since Python 3.13 line breaks matter too: two names
+loaded in one line are one instruction. Attentions of one or two architectures are in known.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import mlx.nn as nn
 # Globals of the forwards; those of the architectures' forwards are looked up instead.
 swiglu: Any = None
 clip_residual: Any = None
+scaled_dot_product_attention: Any = None
 _toastkit_rms_norm_plus_one: Any = None
 PARTS = ("gate", "up", "gate_up", "down")  # architectures may name them differently
 
@@ -259,6 +260,51 @@ SCALED = (_block_scaled, _block_scaled_returned)
 PARALLEL = (_block_parallel,)
 # It clips in float16, and is a plain sum in float32.
 CLIP = ("mlx_lm.models.gemma3_text", "clip_residual")
+
+
+def _heads(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    B, L, D = x.shape
+    queries, keys, values = self.q(x), self.k(x), self.v(x)
+    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
+    keys = keys.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    if cache is not None:
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.rope(queries)
+        keys = self.rope(keys)
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=self.scale, mask=mask
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output)
+
+
+def _heads_normed(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+    B, L, D = x.shape
+    queries, keys, values = self.q(x), self.k(x), self.v(x)
+    queries = self.q_norm(queries.reshape(B, L, self.heads, -1)).transpose(0, 2, 1, 3)
+    keys = self.k_norm(keys.reshape(B, L, self.key_heads, -1)).transpose(0, 2, 1, 3)
+    values = values.reshape(B, L, self.key_heads, -1).transpose(0, 2, 1, 3)
+    if cache is not None:
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+    else:
+        queries = self.rope(queries)
+        keys = self.rope(keys)
+    output = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=self.scale, mask=mask
+    )
+    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    return self.out(output)
+
+
+HEADS = (_heads, _heads_normed)
+# The function that every attention calls.
+ATTEND = ("mlx_lm.models.base", "scaled_dot_product_attention")
 
 
 def _normed_plus_one(self: Any, x: Any) -> Any:
