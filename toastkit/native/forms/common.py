@@ -175,7 +175,8 @@ def heads_of(cls: type) -> Heads | None:
     found, ours = _known(cls, forwards.HEADS, Heads._fields), our_function(*forwards.ATTEND)
     if found is None or ours is None or not _is_called(cls, forwards.ATTEND[1], ours):
         return None
-    return HEADS._replace(**found[1], attend=ours)
+    fields: dict[str, Any] = {**found[1], "attend": ours}
+    return HEADS._replace(**fields)
 
 
 @cache

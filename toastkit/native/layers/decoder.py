@@ -46,14 +46,6 @@ class DeltaLayer(Native):
         return self["out_proj"](y)
 
 
-class FourProjections(DeltaLayer):
-    _parts = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-
-
-class TwoProjections(DeltaLayer):
-    _parts = ("in_proj_qkvz", "in_proj_ba")
-
-
 def _is_plain(layer: Any, inputs: mx.array, cache: Any) -> bool:
     """True if the layer is entirely float32, so that nothing is rounded between kernels, and not
     sharded."""

@@ -28,35 +28,13 @@ ABSORBED = EXPANDED._replace(v="embed_q", unembed="unembed_out", key_heads=None)
 
 
 class LatentAttention(KnownAttention):
-    """Attention whose cache holds the latent."""
+    """Attention whose cache holds the latent, or, expanded, keys and values of each head."""
 
     _parts = ABSORBED
 
     def parts(self: Any) -> Heads:
         own = self._parts
         return own._replace(q="q_proj", query_down=None, q_norm=None) if "q_proj" in self else own
-
-
-class NoRopeLatentAttention(LatentAttention):
-    """Kimi Linear's."""
-
-    _parts = ABSORBED._replace(rope=None)
-
-
-class ScaledLatentAttention(LatentAttention):
-    """Mistral 4's, which is passed a factor of its queries."""
-
-    _parts = ABSORBED._replace(scaled=True)
-
-
-class ExpandedAttention(LatentAttention):
-    """Attention whose cache holds keys and values of each head."""
-
-    _parts = EXPANDED
-
-
-class MiniCPMAttention(LatentAttention):
-    _parts = EXPANDED._replace(scale="softmax_scale")
 
 
 def latent_heads(

@@ -67,12 +67,6 @@ class Router(Native):
         return Operand(weight) if weight.dtype == mx.float32 else None
 
 
-class RouterOfPart(Router):
-    """Granite's: softmax over the chosen logits."""
-
-    _part = "layer"
-
-
 class RouterScored(Router):
     """DeepSeek-V3's: sigmoids and a bias, in the best groups."""
 
@@ -98,10 +92,6 @@ class RouterOfPartInGroups(Router):
             own["top_k"], self._how | SCORED * (own["score_function"] == "sigmoid"),
             own["norm_topk_prob"], own["n_group"], own["topk_group"], own["routed_scaling_factor"],
         )  # fmt: skip
-
-
-class RouterOfPartInGroupsAhead(RouterOfPartInGroups):
-    _how = AHEAD
 
 
 class RouterInGroups(Router):
@@ -255,43 +245,13 @@ def _mixed(library: Library, x: mx.array, mixture: MixtureShape) -> mx.array:
     return out
 
 
-class MixtureAhead(Mixture):
-    _how = AHEAD
-
-
-class MixtureChosen(Mixture):
-    _k, _how = "num_experts_per_tok", AHEAD | CHOSEN
-
-
-class MixtureRouted(Mixture):
-    _router, _experts, _k, _how = "router", "experts", "num_experts_per_tok", CHOSEN
-
-
-class MixtureScored(Mixture):
-    """With a router module, and shared experts without a gate."""
+class MixtureOfNarrow(Mixture):
+    """With experts that may read a narrower latent (Nemotron-H): then its parts are called."""
 
     _shared = "shared_experts"
 
-
-class MixtureScoredOfExperts(MixtureScored):
-    _experts = "experts"
-
-
-class MixtureScoredOfNarrow(MixtureScored):
-    """With experts that may read a narrower latent (Nemotron-H): then its parts are called."""
-
     def as_shape(self: Any, outer: Any = None) -> MixtureShape | None:
         return super().as_shape(outer) if self.moe_latent_size is None else None
-
-
-class MixtureChosenOfPart(MixtureChosen):
-    _router = "router"
-
-
-class MixtureOfPart(Mixture):
-    """A router of its own, without shared experts."""
-
-    _router = "router"
 
 
 class MixtureBiased(Mixture):
@@ -312,12 +272,6 @@ class MixtureSparse(Mixture):
     def choice(self: Any) -> Choice:
         own = vars(self)
         return Choice(own["top_k"], SPARSE, eps=2 * own["jitter_eps"])
-
-
-class MixtureAheadOfWrapped(MixtureAhead):
-    """With a router module around a projection (Hunyuan)."""
-
-    _shared, _projection = "shared_mlp", "wg"
 
 
 class MixtureBiasedAhead(Mixture):

@@ -299,7 +299,3 @@ class SelectiveScan(Known):
         if not self.use_bcdt_rms:
             return parts
         return [rms_norm(part, None, self.args.mixer_rms_eps) for part in parts]
-
-
-class SelectiveScanNormed(SelectiveScan):
-    _norms = ("dt_layernorm", "b_layernorm", "c_layernorm")
