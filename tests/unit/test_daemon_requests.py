@@ -160,7 +160,8 @@ def test_usage(fields: dict, message: str, hint: str) -> None:
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [(b"", "not JSON: column 1: expecting value"), (b'{"prompt": "x"', "not JSON: column 15"),
+    [(b"", "not JSON: line 1 column 1: expecting value"),
+     (b'{"prompt": "x"', "not JSON: line 1 column 15"),
      (b"\xff", "not UTF-8 at byte 0"), (b"[]", "a list instead of an object"),
      (b"null", "null instead of an object"), (b'{"prompt": NaN}', "NaN is not a number"),
      (b'{"prompt": "\\ud800"}', "lone surrogate"), (b'{"\\udfff": 1}', "lone surrogate"),

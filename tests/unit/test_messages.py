@@ -78,7 +78,7 @@ def test_tools_are_read() -> None:
      ('{"tools": [], "messages": []}', "tools: unexpected field 'messages' beside 'tools'"),
      ("3", "tools: a number instead of a list"),
      ('[{}, "f"]', "tool 2: a string instead of an object"), ("[{]", "tools: not JSON: line 1"),
-     ('[{"x": NaN}]', "tools: not JSON: a number that is none"),
+     ('[{"x": NaN}]', "tools: not JSON: NaN is not a number"),
      ('[{"x": ' + "[" * 120 + "]" * 120 + "}]", "tools: nested deeper than 100"),
      ("[" + "{}," * MAX_VALUES + "{}]", f"tools: over {MAX_VALUES} values")],
 )  # fmt: skip

@@ -6,18 +6,17 @@ the field's name.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from toastkit.errors import DataError, UsageError, did_you_mean
 from toastkit.sampling.sampling_options import INTERVALS, SamplingOptions
-from toastkit.text.messages import check_messages, check_size, check_tools, kind
+from toastkit.text.messages import check_messages, check_size, check_tools, kind, parse_json
 
 T = TypeVar("T")
 
@@ -99,39 +98,10 @@ class Request:
 
 def parse_object(line: bytes) -> dict[str, Any]:
     """The object of a line. Raises DataError."""
-    try:
-        text = line.decode("utf-8")
-        document = _loads(text)
-        if "\\u" in text:
-            json.dumps(document, ensure_ascii=False).encode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"request: not UTF-8 at byte {error.start}") from error
-    except UnicodeEncodeError as error:
-        raise DataError("request: a lone surrogate is not text") from error
-    except json.JSONDecodeError as error:
-        reason = error.msg[:1].lower() + error.msg[1:]
-        raise DataError(f"request: not JSON: column {error.pos + 1}: {reason}") from error
-    except RecursionError as error:
-        raise DataError("request: nested too deep") from error
-    except ValueError as error:  # an integer of thousands of digits
-        raise DataError("request: not JSON: a number too long") from error
+    document = parse_json(line, "request")
     if not isinstance(document, dict):
         raise DataError(f"request: {kind(document)} instead of an object")
     return document
-
-
-def _loads(text: str) -> Any:
-    """Parse with the garbage collector off: on millions of small objects it takes longer than the
-    rest, and blocks everybody else meanwhile."""
-    gc.disable()
-    try:
-        return json.loads(text, parse_constant=_no_number)
-    finally:
-        gc.enable()
-
-
-def _no_number(name: str) -> NoReturn:
-    raise DataError(f"request: not JSON: {name} is not a number")
 
 
 def request_id(document: dict[str, Any]) -> str | int | None:
