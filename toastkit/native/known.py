@@ -11,9 +11,15 @@ from typing import Any
 
 import mlx.nn as nn
 
-from toastkit.native.forms.common import HEADS, Heads, Known, KnownAttention
+from toastkit.native.forms.common import HEADS, USUAL, Heads, Known, KnownAttention
 from toastkit.native.functions import definition_of, functions_of
-from toastkit.native.layers.blocks import ForkedLayer, PassingLayer, UnforkedLayer
+from toastkit.native.layers.blocks import (
+    ForkedLayer,
+    Layer,
+    PassingLayer,
+    ScaledLayer,
+    UnforkedLayer,
+)
 from toastkit.native.layers.decoder import (
     ConvolutionLayer,
     Decoder,
@@ -120,6 +126,14 @@ def _joined(part: str, **names: Any) -> type:
     """The same with a part that projects queries, keys and values."""
     return _attention(q=part, k=part, v=part, fused=True, size="head_dim", **names)
 
+
+def _layer(**names: Any) -> type:
+    """The mixin of a layer whose forward has an order of its own."""
+    return _variant(Layer, block=USUAL._replace(**names))
+
+
+FED = {"attended_norm": "post_attention_layernorm", "fed_norm": "post_feedforward_layernorm"}
+QueriesScaled = _variant(ScaledLayer, block=USUAL._replace(scaled=True))
 
 COUNTS = {"heads": "num_attention_heads", "key_heads": "num_key_value_heads"}
 NORMED = {"q_norm": "q_norm", "k_norm": "k_norm"}
@@ -287,6 +301,27 @@ _KNOWN: dict[str, type] = {
     "hunyuan.Gate bc73c8e9a2483e2f": Known,
     "phimoe.PhiMoESparseMoeBlock fa8dd25dc4828056": MixtureSparse,
     "exaone.AttentionModule a20f765331fef629": _attention(out="out_proj"),
+    "afmoe.DecoderLayer 121ab383c8b16b79": _layer(
+        second_norm="pre_mlp_layernorm",
+        attended_norm="post_attention_layernorm",
+        fed_norm="post_mlp_layernorm",
+    ),
+    "exaone.TransformerBlock 13e865e72ecd0ae6": _layer(
+        attention="attention", first_norm="ln_1", second_norm="ln_2", holder="attn"
+    ),
+    "exaone4.TransformerBlock 8e4c30499f0b8e0e": _layer(first_norm=None, second_norm=None, **FED),
+    "gemma3_text.TransformerBlock e639201f7e171c30": _layer(
+        second_norm="pre_feedforward_layernorm", **FED
+    ),
+    "glm4.Glm4DecoderLayer 6730ad3d0790118e": _layer(
+        attended_norm="post_self_attn_layernorm", fed_norm="post_mlp_layernorm"
+    ),
+    "gpt_oss.TransformerBlock e970827889a32b65": _layer(),
+    "minimax.MiniMaxDecoderLayer f69acaa741e54e08": _layer(network="block_sparse_moe"),
+    "ministral3.TransformerBlock 9a0aae1a5e4b35e2 e1525f9255023860": QueriesScaled,
+    "mistral4.Mistral4DecoderLayer c3226bb6fc995192": QueriesScaled,
+    "olmoe.TransformerBlock 28f6a7a8645f2234": _layer(),
+    "phimoe.PhiMoEDecoderLayer c209f2724bc9000b": _layer(network="block_sparse_moe"),
     "stablelm.DecoderLayer 104f0e69e0f8f0b2": UnforkedLayer,
     "stablelm.Attention 1dd928e4eccc34e9": StableAttention,
     "internlm2.Attention 0c5eb24da5e8eb86": _joined("wqkv", out="wo", grouped=True),

@@ -46,12 +46,12 @@ def native(cls: type) -> type:
     methods = rebuilt_methods(cls)  # that call our functions
     rebuilt = _under_its_name(cls, Native, **methods) if methods else cls
     from toastkit.native.known import layer_of
-    from toastkit.native.layers.blocks import Layer, ScaledLayer  # they import modules/
+    from toastkit.native.layers.blocks import Layer  # they import modules/
 
     if layer := layer_of(cls):
         return _under_its_name(rebuilt, layer)
     if block := block_of(cls):
-        return _under_its_name(rebuilt, ScaledLayer if block.scaled else Layer, _block=block)
+        return _under_its_name(rebuilt, Layer, _block=block)
     form = form_of(cls)
     return rebuilt if form is None else _under_its_name(rebuilt, FeedForward, _form=form)
 

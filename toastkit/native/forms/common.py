@@ -62,6 +62,9 @@ class Block(NamedTuple):
     holder: str | None = None
 
 
+USUAL = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
+
+
 class Heads(NamedTuple):
     """The attributes that hold an attention's parts; None for those it lacks. attend: the function
     called with queries, keys and values. q_norm, k_norm: of each head, or of all heads of a
@@ -103,7 +106,7 @@ class Heads(NamedTuple):
     grouped: bool = False
 
 
-# Defaults for attentions that are recognised by their source.
+# The names that most attentions have.
 HEADS = Heads(
     "q_proj", "k_proj", "v_proj", "o_proj", "n_heads", "n_kv_heads", "rope", "scale", None, None,
     lambda *_, **__: None,
@@ -157,23 +160,21 @@ def form_of(cls: type) -> Form | None:
 @cache
 def block_of(cls: type) -> Block | None:
     """Return the names in an architecture's layer class; None for another form."""
-    if (found := _known(cls, forwards.BLOCKS, (*Block._fields, "clip_residual"))) is None:
+    if (found := _known(cls, forwards.BLOCKS, Block._fields)) is None:
         return None
     form, names = found
-    clip = names.pop("clip_residual", None)
-    if clip and not _is_of(cls, clip, forwards.CLIP):
-        return None
     fields: dict[str, Any] = {"first_norm": None, "second_norm": None, **names}
     if parallel := form in forwards.PARALLEL:
         fields["second_norm"] = fields["first_norm"]
-    return Block(**fields, scaled=form in forwards.SCALED, parallel=parallel)
+    return Block(**fields, parallel=parallel)
 
 
 @cache
 def heads_of(cls: type) -> Heads | None:
     """Return the names in an attention class; None for another form."""
-    found, ours = _known(cls, forwards.HEADS, Heads._fields), our_function(*forwards.ATTEND)
-    if found is None or ours is None or not _is_called(cls, forwards.ATTEND[1], ours):
+    forward, ours = _forward(cls), our_function(*forwards.ATTEND)
+    found = _known(cls, forwards.HEADS, Heads._fields)
+    if not (forward and found and ours) or forward.__globals__[forwards.ATTEND[1]] is not ours:
         return None
     fields: dict[str, Any] = {**found[1], "attend": ours}
     return HEADS._replace(**fields)
@@ -183,19 +184,6 @@ def heads_of(cls: type) -> Heads | None:
 def adds_one(cls: type) -> bool:
     """True for an RMS norm class that adds 1 to its weights, and calls our function."""
     return _known(cls, forwards.NORMS_PLUS_ONE, ()) is not None
-
-
-def _is_of(cls: type, name: str, origin: tuple[str, str]) -> bool:
-    """True if a name in a class's forward refers to that function of that module."""
-    module, function = origin
-    original = getattr(sys.modules.get(module), function, None)
-    return original is not None and _is_called(cls, name, original)
-
-
-def _is_called(cls: type, name: str, function: Any) -> bool:
-    """True if a name in a class's forward refers to a function."""
-    forward = _forward(cls)
-    return forward is not None and forward.__globals__.get(name) is function
 
 
 def _forward(cls: type) -> FunctionType | None:

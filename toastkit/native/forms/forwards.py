@@ -1,7 +1,8 @@
 """Known forwards of networks, layers, attentions and norms. The forwards of architectures are
 compared with these, instruction by instruction (common.py). They are never called, and are written
 as in the architectures, whatever they share; since Python 3.13 line breaks matter too: two names
-loaded in one line are one instruction. Attentions of one or two architectures are in known.py."""
+loaded in one line are one instruction. Layers and attentions of one or two architectures are in
+known.py."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ import mlx.nn as nn
 
 # Globals of the forwards; those of the architectures' forwards are looked up instead.
 swiglu: Any = None
-clip_residual: Any = None
 scaled_dot_product_attention: Any = None
 _toastkit_rms_norm_plus_one: Any = None
 PARTS = ("gate", "up", "gate_up", "down")  # architectures may name them differently
@@ -116,24 +116,6 @@ def _block_returned(self: Any, x: Any, mask: Any = None, cache: Any = None) -> A
     return h + r
 
 
-def _block_added(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    x = x + self.attention(self.first_norm(x), mask, cache)
-    x = x + self.network(self.second_norm(x))
-    return x
-
-
-def _block_added_apart(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    r = x + self.attention(self.first_norm(x), mask, cache)
-    r = r + self.network(self.second_norm(r))
-    return r
-
-
-def _block_of_holder(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    h = x + self.holder.attention(self.first_norm(x), mask, cache)
-    out = h + self.network(self.second_norm(h))
-    return out
-
-
 def _block_sandwich_normed(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     r = self.attention(self.first_norm(x), mask, cache)
     h = x + self.attended_norm(r)
@@ -142,44 +124,11 @@ def _block_sandwich_normed(self: Any, x: Any, mask: Any = None, cache: Any = Non
     return out
 
 
-def _block_sandwich_normed_in_turn(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    r = self.attention(self.first_norm(x), mask, cache)
-    r = self.attended_norm(r)
-    h = x + r
-
-    r = self.network(self.second_norm(h))
-    r = self.fed_norm(r)
-    return h + r
-
-
-def _block_clipped(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    r = self.attention(self.first_norm(x), mask, cache)
-    h = clip_residual(x, self.attended_norm(r))
-    r = self.network(self.second_norm(h))
-    out = clip_residual(h, self.fed_norm(r))
-    return out
-
-
-def _block_with_residual(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    x = x + self.attended_norm(self.attention(self.first_norm(x), mask, cache))
-    residual = x
-    x = self.fed_norm(self.network(self.second_norm(x))) + residual
-    return x
-
-
 def _block_post_normed(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     r = self.attended_norm(self.attention(x, mask, cache))
     h = x + r
     r = self.fed_norm(self.network(h))
     out = h + r
-    return out
-
-
-def _block_post_normed_later(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    r = self.attention(x, mask, cache)
-    h = x + self.attended_norm(r)
-    r = self.network(h)
-    out = h + self.fed_norm(r)
     return out
 
 
@@ -199,49 +148,6 @@ def _block_multiplied_by_depth(self: Any, x: Any, mask: Any = None, cache: Any =
     return out
 
 
-def _block_step_by_step(self: Any, x: Any, mask: Any, cache: Any = None) -> Any:
-    residual = x
-    x = self.first_norm(x)
-    x = self.attention(x, mask, cache)
-    x = residual + x
-    residual = x
-    x = self.second_norm(x)
-    x = self.network(x)
-    x = residual + x
-    return x
-
-
-def _block_step_by_step_by_names(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
-    residual = x
-    h = self.first_norm(x)
-    h = self.attention(h, mask=mask, cache=cache)
-    h = residual + h
-    residual = h
-    h = self.second_norm(h)
-    h = self.network(h)
-    h = residual + h
-    return h
-
-
-def _block_scaled(
-    self: Any, x: Any, attn_scale: Any = None, mask: Any = None, cache: Any = None
-) -> Any:
-    r = self.attention(self.first_norm(x), attn_scale, mask, cache)
-    h = x + r
-    r = self.network(self.second_norm(h))
-    out = h + r
-    return out
-
-
-def _block_scaled_returned(
-    self: Any, x: Any, attn_scale: Any, mask: Any = None, cache: Any = None
-) -> Any:
-    r = self.attention(self.first_norm(x), attn_scale, mask, cache)
-    h = x + r
-    r = self.network(self.second_norm(h))
-    return h + r
-
-
 def _block_parallel(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
     h = self.first_norm(x)
     attn_h = self.attention(h, mask, cache)
@@ -250,16 +156,10 @@ def _block_parallel(self: Any, x: Any, mask: Any = None, cache: Any = None) -> A
 
 
 BLOCKS = (
-    _block, _block_returned, _block_added, _block_added_apart, _block_of_holder,
-    _block_sandwich_normed, _block_clipped, _block_step_by_step_by_names,
-    _block_with_residual, _block_post_normed, _block_post_normed_later, _block_multiplied,
-    _block_multiplied_by_depth, _block_step_by_step, _block_scaled, _block_scaled_returned,
-    _block_parallel, _block_sandwich_normed_in_turn,
+    _block, _block_returned, _block_sandwich_normed, _block_post_normed, _block_multiplied,
+    _block_multiplied_by_depth, _block_parallel,
 )  # fmt: skip
-SCALED = (_block_scaled, _block_scaled_returned)
 PARALLEL = (_block_parallel,)
-# It clips in float16, and is a plain sum in float32.
-CLIP = ("mlx_lm.models.gemma3_text", "clip_residual")
 
 
 def _heads(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from toastkit.native.batched_caches import attend
-from toastkit.native.forms.common import Block, Heads, KnownAttention, heads_of
+from toastkit.native.forms.common import USUAL, Block, Heads, KnownAttention, heads_of
 from toastkit.native.functions import Native
 from toastkit.native.kv_caches import (
     LayerKV,
@@ -138,7 +138,7 @@ class ForkedLayer(Layer):
 class UnforkedLayer(Layer):
     """One whose network reads the same norm then: left in parts (StableLM)."""
 
-    _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
+    _block = USUAL
 
     def _plan_of(self: Any, columns: int) -> Plan | None:
         return None if self.use_parallel_residual else super()._plan_of(columns)
@@ -148,7 +148,7 @@ class PassingLayer(Layer):
     """A layer that passes on its keys and values, which only layers that share them look at; where
     they do, all are left in parts (Hunyuan)."""
 
-    _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
+    _block = USUAL
 
     def __call__(  # type: ignore[override]
         self: Any, x: mx.array, mask: Any = None, cache: Any = None, shared_kv_states: Any = None

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from toastkit.native.forms.common import Block, Known
+from toastkit.native.forms.common import USUAL, Block, Known
 from toastkit.native.functions import Native
 from toastkit.native.layers.blocks import FEW, Layer
 from toastkit.native.layers.plans import Extras
@@ -69,7 +69,7 @@ class Decoder(RecurrentLayer):
     """A decoder layer of a gated delta net or attention, and a network: one node, unless a part's
     class was replaced. All (B, L, columns) float32."""
 
-    _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
+    _block = USUAL
     _function = "decoder"
 
     def _step_plan(self: Any, columns: int) -> StepPlan | None:
@@ -93,7 +93,7 @@ class KimiLayer(RecurrentLayer):
     """Kimi Linear's layer: of Kimi Delta Attention (arXiv 2510.26692), or of latent attention. All
     (B, L, columns) float32."""
 
-    _block = Block("self_attn", "input_layernorm", "mlp", "post_attention_layernorm")
+    _block = USUAL
     _function = "kimi_layer"
 
     def _step_plan(self: Any, columns: int) -> StepPlan | None:
