@@ -50,9 +50,7 @@ from toastkit.native.modules.mixtures import (
     MixtureOfWrapped,
     MixtureSparse,
     Router,
-    RouterAhead,
     RouterInGroups,
-    RouterOfPartInGroups,
     RouterScored,
 )
 from toastkit.native.modules.recurrent import (
@@ -148,6 +146,7 @@ MixtureScored = _variant(Mixture, shared="shared_experts")
 MixtureAhead = _variant(Mixture, how=AHEAD)
 MixtureOfPart = _variant(Mixture, router="router")
 RouterOfPart = _variant(Router, part="layer")
+LingRouter = _variant(RouterScored, part="gate_proj", bias="expert_bias", how=0)
 MixtureChosen = _variant(Mixture, k="num_experts_per_tok", how=AHEAD | CHOSEN)
 
 # The mixin for each class of mlx_lm.models, which is followed by the digests of the sources that it
@@ -201,7 +200,7 @@ _KNOWN: dict[str, type] = {
     "deepseek_v2.DeepseekV2MoE 0372173aa0078ec7": MixtureScored,
     "deepseek_v2.MoEGate 2573fb5e1dad4958 7ffd4990c703fa63": RouterInGroups,
     "deepseek.DeepseekMoE 69bae7a13837b1c3": MixtureScored,
-    "deepseek.MoEGate ab29305390820608": RouterAhead,
+    "deepseek.MoEGate ab29305390820608": _variant(Router, how=AHEAD),
     "granitemoe.GraniteMoeMoE 5f3548f3637349a4": MixtureOfPart,
     "granitemoe.GraniteMoeTopKGating ec8e74c20a57f1e6 f04eadb945648a09": RouterOfPart,
     "granitemoehybrid.GraniteMoeHybridMoE eec89ab94adc358a": MixtureOfPart,
@@ -209,11 +208,9 @@ _KNOWN: dict[str, type] = {
     "kimi_linear.KimiSparseMoE fb1eb97ad807468c 2a35c4ac20ecd8a3": MixtureInGroups,
     "lfm2_moe.Lfm2MoeSparseMoeBlock ef564026ddc3ce64": MixtureBiased,
     "bailing_moe.BailingMoeSparseMoeBlock e3cd28aa22907455": MixtureScored,
-    "bailing_moe.BailingMoeGate a1fa75f070d8dae5 48012017b29289d7": RouterOfPartInGroups,
+    "bailing_moe.BailingMoeGate a1fa75f070d8dae5 48012017b29289d7": LingRouter,
     "bailing_moe_linear.SparseMoeBlock 9413923b0aafd0c8": MixtureScored,
-    "bailing_moe_linear.Gate cb0b295f5163d674 5f13d886d3ab7e66": _variant(
-        RouterOfPartInGroups, how=AHEAD
-    ),
+    "bailing_moe_linear.Gate cb0b295f5163d674 5f13d886d3ab7e66": _variant(LingRouter, how=AHEAD),
     "bailing_moe_linear.DecoderLayer 17368933dfd4cd76": LinearAttentionLayer,
     "bailing_moe_linear.LinearAttention 073889f1401b9122 80e366e901784955": Known,
     "bailing_moe_linear.GroupRMSNorm 8d3df2d244586bfd ea1ce1ca1f4a5f45": Known,

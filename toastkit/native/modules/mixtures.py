@@ -42,10 +42,11 @@ def _grouped_choice(k: int, how: int, normed: Any, groups: int, kept: int, facto
 class Router(Native):
     """A router that is a module of its own: returns experts and weights of each vector. _part: its
     projection; None if the module holds the matrix. _bias: the attribute of the bias that is added
-    for the choice."""
+    for the choice. _how: see kernels/rows.h."""
 
     _part: str | None = None
     _bias: str | None = None
+    _how = CHOSEN
 
     def __call__(self: Any, x: mx.array) -> tuple[mx.array, mx.array]:
         library = in_use()
@@ -59,7 +60,7 @@ class Router(Native):
 
     def choice(self: Any) -> Choice:
         """The settings of the choice as they are now."""
-        return Choice(vars(self)["top_k"], CHOSEN)
+        return Choice(vars(self)["top_k"], self._how)
 
     def operand(self: Any) -> Operand | None:
         """Its matrix, if the module holds that itself."""
@@ -68,28 +69,14 @@ class Router(Native):
 
 
 class RouterScored(Router):
-    """DeepSeek-V3's: sigmoids and a bias, in the best groups."""
+    """By sigmoids and a bias, in the best groups (DeepSeek-V3), or as `score_function` says."""
 
-    _bias = "e_score_correction_bias"
-
-    def choice(self: Any) -> Choice:
-        own = vars(self)
-        return _grouped_choice(
-            own["top_k"], AHEAD | SCORED, own["norm_topk_prob"], own["n_group"], own["topk_group"],
-            own["routed_scaling_factor"],
-        )  # fmt: skip
-
-
-class RouterOfPartInGroups(Router):
-    """Ling's: in groups, by sigmoids or a softmax."""
-
-    _part, _bias = "gate_proj", "expert_bias"
-    _how = 0
+    _bias, _how = "e_score_correction_bias", AHEAD | SCORED
 
     def choice(self: Any) -> Choice:
         own = vars(self)
         return _grouped_choice(
-            own["top_k"], self._how | SCORED * (own["score_function"] == "sigmoid"),
+            own["top_k"], self._how | SCORED * (own.get("score_function") == "sigmoid"),
             own["norm_topk_prob"], own["n_group"], own["topk_group"], own["routed_scaling_factor"],
         )  # fmt: skip
 
@@ -104,13 +91,6 @@ class RouterInGroups(Router):
             own["top_k"], AHEAD | BEST, factor=own["routed_scaling_factor"], groups=groups,
             kept=own["topk_group"] if groups else 0,
         )  # fmt: skip
-
-
-class RouterAhead(Router):
-    """The first DeepSeek's."""
-
-    def choice(self: Any) -> Choice:
-        return Choice(vars(self)["top_k"], AHEAD)
 
 
 class Mixture(Native):
