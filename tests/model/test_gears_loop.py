@@ -221,7 +221,7 @@ def test_the_prompt_chooses_the_first_gear(auto: Engine) -> None:
     assert (hard.gear, easy.gear) == ("high", "low")
     for difficulty in (hard, easy):
         first = Answer(
-            auto, count=DEFAULTS.window - 1, rules=rules(DEFAULTS), difficulty=difficulty.as_map()
+            auto, count=DEFAULTS.window - 1, rules=rules(DEFAULTS), difficulty=difficulty._asdict()
         )
         assert first.asked == [difficulty.gear] * (DEFAULTS.window - 1)
         assert "prompt score" in first.steps[0].reason

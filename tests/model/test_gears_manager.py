@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import mlx.core as mx
@@ -122,13 +123,13 @@ def test_dense_copies_last_as_long_as_the_gear(sources: dict) -> None:
     count = len(gears.paths)
     packed = gears.device_bytes
     logits(engine)
-    assert gears.counts.as_map() == {"fused": 0, "hit": count, "miss": count}
+    assert asdict(gears.counts) == {"fused": 0, "hit": count, "miss": count}
     assert engine.ledger.of(GEARS) == gears.device_bytes == packed + gears.originals_bytes
     engine.shift("high")
     engine.shift("mid")
     assert engine.ledger.of(GEARS) == gears.device_bytes == packed
     logits(engine)
-    assert gears.counts.as_map() == {"fused": 0, "hit": 2 * count, "miss": 2 * count}
+    assert asdict(gears.counts) == {"fused": 0, "hit": 2 * count, "miss": 2 * count}
 
 
 def test_rows_that_mlx_has_no_groups_for(tmp_path: Path) -> None:

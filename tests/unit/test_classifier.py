@@ -121,9 +121,9 @@ def test_the_score_is_its_terms(text):
 @given(texts)
 def test_a_difficulty_survives_its_map(text):
     found = classify(text)
-    assert Difficulty.from_map(found.as_map()) == found
-    assert Difficulty.from_map({**found.as_map(), "later": [1]}) == found
-    whole = Difficulty.from_map({**found.as_map(), "score": 3, "gear": "high"})
+    assert Difficulty.from_map(found._asdict()) == found
+    assert Difficulty.from_map({**found._asdict(), "later": [1]}) == found
+    whole = Difficulty.from_map({**found._asdict(), "score": 3, "gear": "high"})
     assert whole is not None and (whole.score, whole.gear) == (3, "high")
 
 
@@ -136,7 +136,7 @@ def test_a_difficulty_survives_its_map(text):
     ids=str,
 )  # fmt: skip
 def test_a_malformed_map_is_none(change):
-    assert Difficulty.from_map({**classify("a = b").as_map(), **change}) is None
+    assert Difficulty.from_map({**classify("a = b")._asdict(), **change}) is None
 
 
 def test_what_is_no_map_is_none():

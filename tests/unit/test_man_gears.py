@@ -69,4 +69,4 @@ def test_what_a_head_says_of_a_prompt() -> None:
     part = FRAMES.part("KINDS", "head")
     told = part[part.index(".Li difficulty") : part.index(".Xr toast-sample")]
     listed = re.findall(r"^\.Li (\w+)", told, re.M)[1:]
-    assert listed == list(classifier.classify("").as_map())
+    assert listed == list(classifier.classify("")._asdict())

@@ -331,7 +331,7 @@ def test_every_step_is_annotated() -> None:
 
 
 def test_a_run_begins_in_the_gear_that_its_prompt_asks_for() -> None:
-    hard = {"difficulty": classify("Prove: a = b + c.").as_map()}
+    hard = {"difficulty": classify("Prove: a = b + c.")._asdict()}
     run = steps(SHARP, SHARP, SHARP, SHARP)
     stream = [head(extra=hard), *run, head(), *run, head(extra={"difficulty": {}}), *run]
     gears = [f.gear for f in gear(stream, rules(window=3)) if type(f) is Logits]
@@ -340,7 +340,7 @@ def test_a_run_begins_in_the_gear_that_its_prompt_asks_for() -> None:
 
 def test_what_explains_the_gears() -> None:
     said: list[str] = []
-    easy = head(extra={"difficulty": classify("Hi").as_map()})
+    easy = head(extra={"difficulty": classify("Hi")._asdict()})
     stream = [easy, *steps(SHARP, SHARP, FLAT, FLAT), head(), *steps(FLAT), head(), *steps()]
     stage = tallied(gear(stream, rules(explain=said.append)), said.append)
     assert kinds(stage) == kinds(stream)

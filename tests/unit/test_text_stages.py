@@ -41,7 +41,7 @@ def test_each_head_says_how_hard_its_prompt_looks() -> None:
     stage = tokenize(prompts, PromptTokenizer(files, load_config(files), PromptOptions()), "here")
     heads = [frame for frame in stage if type(frame) is Head]
     texts = ("Prove that a + b = b + a.", "And you?", "Hi")
-    assert [h.extra for h in heads] == [{"difficulty": classify(t).as_map()} for t in texts]
+    assert [h.extra for h in heads] == [{"difficulty": classify(t)._asdict()} for t in texts]
     assert [h.extra["difficulty"]["gear"] for h in heads] == ["high", "low", "low"]
     assert all(h.session == "here" and h.vocab == 4096 and h.eos for h in heads)
 
@@ -68,8 +68,8 @@ def test_content_in_parts() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{}]}
     plain = Prompt(messages=[call, *prompt.messages])
     assert prompt_tokenizer(None).render(plain) == "\n\nHi you\n\nProve that a + b = b + a."
-    assert difficulty(prompt) == classify("Prove that a + b = b + a.").as_map()
-    assert difficulty(Prompt(messages=[call])) == classify("").as_map()
+    assert difficulty(prompt) == classify("Prove that a + b = b + a.")._asdict()
+    assert difficulty(Prompt(messages=[call])) == classify("")._asdict()
 
 
 IN_PARTS = (
@@ -89,7 +89,7 @@ def asked(text: str) -> Prompt:
 def test_documents_in_content_are_the_templates() -> None:
     prompts = prompt_tokenizer(IN_PARTS, truncate=True, max_tokens=1)
     assert prompts.render(asked("Who?")) == "<|im_start|>[A bear.]Who?"
-    assert difficulty(asked("Who?")) == classify("Who?").as_map()
+    assert difficulty(asked("Who?")) == classify("Who?")._asdict()
     cut = prompts.tokenizer.decode(prompts.encode(asked("Hello there " * 5000)))
     assert cut.startswith("[A bear.]")
 

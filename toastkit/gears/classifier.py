@@ -81,13 +81,9 @@ class Difficulty(NamedTuple):
     words: int
     mean_length: float
 
-    def as_map(self) -> dict[str, Any]:
-        """The fields as plain data, for a frame."""
-        return self._asdict()
-
     @classmethod
     def from_map(cls, fields: Any) -> Difficulty | None:
-        """The inverse of as_map; None for anything else, as it may come from any stream. Unknown
+        """The inverse of _asdict; None for anything else, as it may come from any stream. Unknown
         fields are ignored."""
         if not isinstance(fields, dict):
             return None

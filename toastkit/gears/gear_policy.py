@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from toastkit.errors import UsageError
@@ -121,7 +121,7 @@ class GearPolicy(Policy):
     def _report_of(self, counts: dict[str, Any]) -> dict[str, Any]:
         """The counts; bytes of the managed matrices on the device now; matmuls of all runs by
         path."""
-        return {**counts, "bytes": self.device_bytes, "paths": self.counts.as_map()}
+        return {**counts, "bytes": self.device_bytes, "paths": asdict(self.counts)}
 
     def _counts(self) -> dict[str, Any]:
         """Steps by gear, shifts, and their seconds."""

@@ -94,7 +94,7 @@ class GearSelector:
             "min_duration": self.options.min_duration,
             "last": None if self.last is None else asdict(self.last),
             "held": self._held,
-            "start": None if self._start is None else self._start.as_map(),
+            "start": None if self._start is None else self._start._asdict(),
         }
 
     @classmethod

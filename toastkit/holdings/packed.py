@@ -10,7 +10,7 @@ matmul for 64 of them, so prefill is fused too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -37,10 +37,6 @@ class PathCounts:
     fused: int = 0
     hit: int = 0
     miss: int = 0
-
-    def as_map(self) -> dict[str, int]:
-        """For a report."""
-        return asdict(self)
 
 
 class Kind(NamedTuple):

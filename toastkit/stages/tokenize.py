@@ -67,7 +67,7 @@ def difficulty(prompt: Prompt) -> dict[str, Any]:
     from toastkit.gears.classifier import classify
 
     text = prompt.text if prompt.messages is None else content_text(prompt.messages[-1])
-    return classify((text or "")[:MAX_CLASSIFIED]).as_map()
+    return classify((text or "")[:MAX_CLASSIFIED])._asdict()
 
 
 class PromptTokenizer:
