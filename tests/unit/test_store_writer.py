@@ -215,6 +215,22 @@ def test_two_at_once(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x.toast"]
 
 
+def test_what_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    """A file that was not there when the writing began, or a link to nowhere."""
+    path = tmp_path / "x.toast"
+    for put in (lambda: path.write_bytes(b"mine"), lambda: path.symlink_to("elsewhere")):
+        with TensorWriter(path, PLAN[:1], {}, overwrite=False) as writer:
+            writer.write("a", content(PLAN[0]))
+            put()
+            with pytest.raises(CannotCreateError, match="x.toast exists"):
+                writer.finish()
+        assert os.listdir(tmp_path) == ["x.toast"]
+        assert path.is_symlink() or path.read_bytes() == b"mine"
+        with pytest.raises(CannotCreateError, match="x.toast exists"):
+            TensorWriter(path, PLAN[:1], {}, overwrite=False)
+        path.unlink()
+
+
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(b"")

@@ -218,7 +218,7 @@ def bake(source: str, **flags) -> int:
         )
     write(
         store, out, quantization=quantization, dtype=flags["dtype"], gears=gears,
-        expert_major=flags["expert_major"], progress=_bar(flags, "bake"),
+        expert_major=flags["expert_major"], overwrite=flags["force"], progress=_bar(flags, "bake"),
     )  # fmt: skip
     _print_path(out)
     return 0
@@ -233,8 +233,8 @@ def _gears(text: str | None) -> tuple[str, ...]:
 
 
 def _bake_output(files, flags: dict[str, Any]) -> Path:
-    """The output path. Refuses an existing one unless --force."""
-    from toastkit.errors import CannotCreateError, reported_as
+    """The output path. Raises UsageError for one that -m would not find."""
+    from toastkit.errors import reported_as
     from toastkit.model.locate import OWN_NAME, models_home
     from toastkit.model.toast_format import SUFFIX
     from toastkit.private_files import make_private_directories
@@ -254,11 +254,6 @@ def _bake_output(files, flags: dict[str, Any]) -> Path:
         out = models_home() / f"{stem}{SUFFIX}"
         with reported_as(f"cannot create {out.parent}", creating=True):
             make_private_directories(out.parent)
-    # These are False if we may not look: writing there reports what is wrong.
-    if os.path.isdir(out):
-        raise CannotCreateError(f"cannot write {out}: it is a directory")
-    if os.path.lexists(out) and not flags["force"]:
-        raise CannotCreateError(f"{out} exists", hint="--force overwrites it")
     return out
 
 

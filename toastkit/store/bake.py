@@ -67,6 +67,7 @@ def bake(
     dtype: str | None = None,
     gears: tuple[str, ...] = (),
     expert_major: bool = False,
+    overwrite: bool = True,
     progress: Progress | None = None,
 ) -> None:
     """Write a checkpoint to `out` atomically: complete, or not at all.
@@ -74,7 +75,8 @@ def bake(
     quantization: quantise as mlx_lm.convert does. dtype: float32, float16 or bfloat16, to cast the
     other floating tensors to. gears: keys of GEAR_BITS, to store beside the decoder layers'
     matrices; those of the source are kept if nothing is converted. expert_major: store the experts
-    of a layer one after another, each contiguous. progress(done, total): bytes written.
+    of a layer one after another, each contiguous. overwrite: replace what is at `out`.
+    progress(done, total): bytes written.
     Raises UsageError for options that do not fit the checkpoint, DataError if it is broken,
     BusyError, CannotCreateError, IOFailure.
     """
@@ -82,7 +84,7 @@ def bake(
     pieces = [*starmap(small_file, small_files(contents)), *contents.outside()]
     for index in range(store.layer_count):
         pieces += contents.layer(index)
-    write_pieces(out, store, pieces, progress=progress)
+    write_pieces(out, store, pieces, overwrite=overwrite, progress=progress)
 
 
 def split(store: Store, out_directory: Path, progress: Progress | None = None) -> None:

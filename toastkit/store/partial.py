@@ -28,15 +28,16 @@ class Partial:
     """A file, or a directory of files, on its way to `path`. A context manager: removed on exit
     unless `publish` was called.
 
-    beside: where it is written, private until then. fd: open on it. mask: the umask.
+    beside: where it is written, private until then. fd: open on it. mask: the umask. overwrite: a
+    file replaces what is at `path`; a directory replaces an empty one and nothing else.
     Raises BusyError while another process writes it, CannotCreateError or IOFailure if it cannot be
-    created; a directory replaces an empty one and nothing else.
+    created.
     """
 
-    def __init__(self, path: Path, directory: bool = False):
+    def __init__(self, path: Path, directory: bool = False, overwrite: bool = True):
         self.path = path
         self.beside = path.with_name(path.name + SUFFIX)
-        self._directory = directory
+        self._directory, self._overwrite = directory, overwrite
         self._doing = "make" if directory else "write"
         self._published = False
         # The only way to read it; a file that another thread creates meanwhile is merely private.
@@ -49,6 +50,7 @@ class Partial:
                 raise CannotCreateError(f"cannot make {path}: is a symbolic link")
             if directory and path.exists() and (not path.is_dir() or any(path.iterdir())):
                 raise CannotCreateError(f"cannot make {path}: exists and is not empty")
+            self.check_free()
             self.fd = self._claim()
 
     def _claim(self) -> int:
@@ -132,11 +134,17 @@ class Partial:
                 f"{human(free)} free"
             )
 
+    def check_free(self) -> None:
+        """Raise CannotCreateError for what must not be overwritten."""
+        if not self._overwrite and os.path.lexists(self.path):
+            raise CannotCreateError(f"{self.path} exists", hint="--force overwrites it")
+
     def publish(self) -> None:
         """Make it durable and give it its name. Raises CannotCreateError, IOFailure."""
         with self.reported():
             os.fchmod(self.fd, (0o777 if self._directory else 0o666) & ~self.mask)
             os.fsync(self.fd)
+            self.check_free()  # again: a large model takes long to write
             os.replace(self.beside, self.path)
             self._published = True
             sync_directory(self.path.absolute().parent)

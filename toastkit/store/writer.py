@@ -67,7 +67,8 @@ class TensorWriter:
     leaving it earlier leaves no file.
 
     plan: every tensor, in order. metadata: strings for the header. checksums: of what is not in
-    this file, to be listed with its own. progress(done, total), in bytes of tensors.
+    this file, to be listed with its own. overwrite: replace what is at `path`. progress(done,
+    total), in bytes of tensors.
     Raises DataError for a plan too long for a header, BusyError, CannotCreateError, IOFailure.
     """
 
@@ -78,6 +79,7 @@ class TensorWriter:
         metadata: Mapping[str, str],
         *,
         checksums: Checksums | None = None,
+        overwrite: bool = True,
         progress: Progress | None = None,
     ):
         self.path = path
@@ -92,7 +94,7 @@ class TensorWriter:
         self._progress = progress
         self._done, self._total = 0, sum(item.nbytes for item in self._plan)
         self._next, self._written, self._digest = 0, 0, new_digest()
-        self._partial = Partial(path)
+        self._partial = Partial(path, overwrite=overwrite)
         self._blocks = _Blocks(self._partial.fd)
         try:
             last = self._entries[-1].stop if self._entries else 0
