@@ -178,7 +178,9 @@ def test_tools_arrive_and_notes_are_told(ask: Run, tmp_path: Path) -> None:
     with FakeDaemon(answer("Hi", notes=["no use of 'tools'", 3])) as daemon:
         done = ask(daemon, "--tools", tools, "hi")
         quiet = ask(daemon, "-q", "--tools", tools, "hi")
-    assert [request["tools"] for request in daemon.requests] == [[{"name": "f"}]] * 2
+        ask(daemon, "--tools", "-", "hi", stdin=tools.read_bytes())  # no part of the question
+    assert [request["tools"] for request in daemon.requests] == [[{"name": "f"}]] * 3
+    assert [request["messages"][0]["content"] for request in daemon.requests] == ["hi"] * 3
     assert (done.stderr, quiet.stderr) == (b"toast: no use of 'tools'\n", b"")
 
 
@@ -212,8 +214,10 @@ def test_a_model_is_named_as_the_daemon_understands_it(ask: Run, tmp_path: Path)
 
 REFUSED = [
     (["--top", "3", "hi"], 64, "--top needs --json, which shows them"),
-    (["-x", "--json", "hi"], 64, "--json is for one answer as text, not with --extract"),
-    (["-x", "--chat"], 64, "--chat is for one answer as text, not with --extract"),
+    (["-x", "--json", "hi"], 64, "-x is for one answer as text, not with --json"),
+    (["-x", "--chat"], 64, "-x is for one answer as text, not with --chat"),
+    (["--tools", "-", "--chat"], 64, "--chat and --tools cannot both be standard input"),
+    (["--tools", "-", "-"], 64, "the prompt and --tools cannot both be standard input"),
     (["--no-daemon", "--socket", "x", "hi"], 64, "--socket is for a daemon, not with --no-daemon"),
     (["-q", "--usage", "hi"], 64, "--usage has something to say, but not with --quiet"),
     (["--device", "cpu", "--socket", "x", "hi"], 64, "--device is for a model in this process"),

@@ -119,7 +119,8 @@ USAGE = [
     ("tokenize", ["--raw", "--no-generation-prompt", "hi"], "--raw opens no turn"),
     ("tokenize", ["-m", "", "hi"], "-m: an empty name is no model"),
     *(
-        (name, ["--messages", "-", "--tools", "-"], "--messages and --tools cannot both be")
+        (name, [*given, "--tools", "-"], f"^{given[0]} and --tools cannot both be standard input")
+        for given in (["--messages", "-"], ["--each-line"])
         for name in ("tokenize", "decode")
     ),
     ("decode", ["--session", "", "hi"], "invalid session name '': it is empty"),

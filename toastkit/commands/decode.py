@@ -76,11 +76,11 @@ def _refuse_text(prompt: tuple[str, ...], flags: dict[str, Any]) -> None:
 
 def _first_byte(prompt: tuple[str, ...], flags: dict[str, Any]) -> bytes:
     """The byte of stdin that tells frames from text, b"" if stdin is not read."""
-    from toastkit.commands.stdin import first_byte, stdin_has_text
+    from toastkit.commands.stdin import first_byte, holds_prompt
 
-    if flags["messages"] is not None or not ("-" in prompt or stdin_has_text()):
-        return b""
-    return first_byte()
+    if flags["messages"] is None and holds_prompt(prompt, flags["tools"]):
+        return first_byte()
+    return b""
 
 
 def _filter(flags: dict[str, Any], first: bytes) -> int:

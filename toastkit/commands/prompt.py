@@ -9,9 +9,9 @@ from typing import Any
 from toastkit.commands.cli import say
 from toastkit.commands.options import MAX_JSON_BYTES, checkpoint, read_tools, template_arguments
 from toastkit.commands.stdin import (
+    holds_prompt,
     read_input,
     read_stdin,
-    stdin_has_text,
     stdin_lines,
     text_of,
     user_turn,
@@ -57,7 +57,6 @@ def prompts(words: tuple[str, ...], flags: dict[str, Any], first: bytes = b"") -
     words: the arguments; "-" among them means stdin even if it would not be read otherwise. first:
     bytes of stdin that were read already. Piped text goes before the words.
     """
-    asked = "-" in words
     argument = " ".join(word for word in words if word != "-")
     if flags["raw"] and (flags["system"] is not None or flags["messages"] is not None):
         raise UsageError("--raw has no messages: leave --system and --messages out")
@@ -74,7 +73,7 @@ def prompts(words: tuple[str, ...], flags: dict[str, Any], first: bytes = b"") -
         if not found:
             raise DataError("no prompts: --each-line found no line on stdin that is not empty")
     else:
-        piped = asked or first or stdin_has_text()
+        piped = first or holds_prompt(words, flags["tools"])
         text = text_of(first + read_stdin()) if piped else ""
         alone = flags["system"] is not None and flags["no_generation_prompt"]
         empty = not (text if flags["raw"] else text.strip("\n"))
@@ -96,9 +95,10 @@ def _conversation(argument: str, flags: dict[str, Any]) -> Prompt:
 
 
 def _check_stdin(flags: dict[str, Any]) -> None:
-    """Refuse stdin for both files: either may be read first."""
-    if flags["messages"] == flags["tools"] == "-":
-        raise UsageError("--messages and --tools cannot both be standard input")
+    """Refuse stdin for two things: either may be read first."""
+    if flags["tools"] == "-" and (flags["messages"] == "-" or flags["each_line"]):
+        other = "--each-line" if flags["each_line"] else "--messages"
+        raise UsageError(f"{other} and --tools cannot both be standard input")
 
 
 def _prompt(text: str, argument: str, flags: dict[str, Any]) -> Prompt:

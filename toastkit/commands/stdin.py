@@ -6,10 +6,10 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from toastkit.errors import DataError, reported_as
+from toastkit.errors import DataError, UsageError, reported_as
 
 # of a text: no context holds more, and scoring such a corpus takes days
 MAX_BYTES = 32 << 20
@@ -23,6 +23,15 @@ def stdin_has_text() -> bool:
     except OSError:
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def holds_prompt(words: Sequence[str], tools: str | None) -> bool:
+    """True if stdin is read for the prompt: it has text, or "-" is among the prompt's words, and
+    --tools does not name it. Raises UsageError where both do."""
+    asked = "-" in words
+    if tools == "-" and asked:
+        raise UsageError("the prompt and --tools cannot both be standard input")
+    return asked or (tools != "-" and stdin_has_text())
 
 
 _first: bytes | None = None

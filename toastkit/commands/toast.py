@@ -63,7 +63,7 @@ def toast(prompt: tuple[str, ...], **flags) -> int:
     _check(flags)
     request_options = _request_options(flags)
     chat = _conversation(flags)
-    question = "" if flags["chat"] else _question(prompt)
+    question = "" if flags["chat"] else _question(prompt, flags["tools"])
 
     from toastkit.client.backend import choose_backend
     from toastkit.client.output import Lines
@@ -89,9 +89,11 @@ def _check(flags: dict[str, Any]) -> None:
     """Raise UsageError for flags that make no sense together."""
     if not flags["as_json"]:
         cli.refuse_together("needs --json, which shows them", "top")
-    if flags["extract"]:
-        why = "is for one answer as text, not with --extract"
-        cli.refuse_together(why, "chat", "as_json")
+    if flags["extract"] and (other := cli.given("chat", "as_json")):
+        said = f"{cli.spelled('extract')} is for one answer as text"
+        raise UsageError(f"{said}, not with {other[0]}")
+    if flags["chat"] and flags["tools"] == "-":
+        raise UsageError("--chat and --tools cannot both be standard input")
     if flags["no_daemon"]:
         cli.refuse_together("is for a daemon, not with --no-daemon", "socket")
     if flags["quiet"]:
@@ -160,12 +162,12 @@ def _conversation(flags: dict[str, Any]) -> Chat:
     return chat
 
 
-def _question(words: tuple[str, ...]) -> str:
+def _question(words: tuple[str, ...], tools: str | None) -> str:
     """The user's message: piped text, then the words. Raises DataError or UsageError if there is
-    none."""
-    from toastkit.commands.stdin import read_stdin, stdin_has_text, text_of, user_turn
+    none. tools: the file of --tools, which may be stdin."""
+    from toastkit.commands.stdin import holds_prompt, read_stdin, text_of, user_turn
 
-    piped = "-" in words or stdin_has_text()
+    piped = holds_prompt(words, tools)
     text = text_of(read_stdin()) if piped else ""
     question = user_turn(text, _joined(words))
     if question:
