@@ -195,14 +195,14 @@ def test_missing_inputs(toast, name: str, arguments: list[str], message: str) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("crmb", "crumb"), ("smal", "small"), ("some/lama", None), ("quux", None)]
+    ("name", "nearest"), [("crmb", "crumb"), ("smal", "small"), ("some/lama", None), ("lost", None)]
 )
 def test_the_nearest_model(tmp_path: Path, monkeypatch, name: str, nearest: str | None) -> None:
     from toastkit.errors import NoInputError
     from toastkit.model.locate import locate
 
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    (tmp_path / "toastkit" / "models").mkdir(parents=True)
+    (tmp_path / "toastkit" / "models" / "lost").mkdir(parents=True)  # no model
     (tmp_path / "toastkit" / "models" / "small.toast").touch()
     with pytest.raises(NoInputError) as caught:
         locate(name)

@@ -70,7 +70,8 @@ def _find_local(name: str, relative: bool = True) -> ModelFiles | None:
         cached = cached_snapshot(name)
         return None if cached is None else ModelFiles(cached, name)
     kinds = "a model is a directory, a .toast file, a hub id, or a name that toast-model list shows"
-    raise NoInputError(f"no such model: {name[:100]}", hint=did_you_mean(name, names_here(), kinds))
+    known = [other for other in names_here() if other != name]  # it may lead nowhere
+    raise NoInputError(f"no such model: {name[:100]}", hint=did_you_mean(name, known, kinds))
 
 
 def _found(name: str, files: ModelFiles | None) -> ModelFiles:
