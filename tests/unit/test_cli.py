@@ -282,6 +282,12 @@ def test_a_traceback_only_on_demand() -> None:
     assert done.stderr.endswith(b"shows\n")
 
 
+@pytest.mark.parametrize(("value", "frames"), [("1", False), ("yes", False), ("no", True)])
+def test_text_that_a_variable_asks_for_has_no_error_frame(monkeypatch, value, frames) -> None:
+    monkeypatch.setenv("TOAST_COUNT", value)
+    assert bool(here("tokenize", "").stdout) == frames
+
+
 def test_a_directory_that_was_removed(tmp_path: Path) -> None:
     script = 'cd "$0" && rmdir "$0" && exec "$@"'
     words = [str(tmp_path), executable("feed"), "--session", "./s", "5"]

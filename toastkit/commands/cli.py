@@ -17,7 +17,7 @@ import click
 from toastkit import __version__
 from toastkit.commands import COMMANDS, program_name
 from toastkit.commands.completion import complete, files, script
-from toastkit.commands.sizes import Switch
+from toastkit.commands.sizes import Switch, switched_on
 from toastkit.errors import (
     IOFailure,
     RemoteError,
@@ -316,7 +316,7 @@ def _report(raised: Exception, name: str) -> int:
     A failure that is no accident also goes down the pipe, unless that has been done."""
     error = _told(raised, name)
     foreseen = isinstance(raised, (ToastError, click.ClickException))
-    if "--debug" in sys.argv[1:] or os.environ.get("TOAST_DEBUG", "0") not in ("", "0"):
+    if switched_on("--debug"):
         import traceback
 
         cause = (error.__cause__ or error) if foreseen else raised
@@ -350,7 +350,7 @@ def _writes_frames(name: str) -> bool:
     """True if stdout is a stream of frames, as far as a command that failed early can tell. What
     reads text or frames writes what it reads."""
     writes = WRITES.get(name, "")
-    as_text = AS_TEXT.get(name, set()).intersection(sys.argv[1:])
+    as_text = any(map(switched_on, AS_TEXT.get(name, ())))
     if "frames" not in writes or as_text or os.isatty(1):
         return False
     if writes == "frames":

@@ -3,7 +3,9 @@ those of other modules."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from typing import Any, NamedTuple
 
 import click
@@ -63,6 +65,16 @@ class Switch(click.types.BoolParamType):
             return super().convert(value, param, ctx)
         except click.BadParameter:
             self.fail(f"{value[:40]!r} is neither 1 nor 0", param, ctx)
+
+
+def switched_on(flag: str) -> bool:
+    """True if a flag was typed or its variable is set, as far as a command that failed early can
+    tell."""
+    value = os.environ.get("TOAST_" + flag[2:].replace("-", "_").upper()) or "0"
+    try:
+        return flag in sys.argv[1:] or Switch().convert(value, None, None)
+    except click.BadParameter:
+        return True  # the failure was perhaps this
 
 
 class Word(click.ParamType):
