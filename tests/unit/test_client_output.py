@@ -51,8 +51,9 @@ CLOSED = "prefill closed"
      ([read(3), {"error": {"code": 70, "message": "no"}}], [("prefill", 3, 9), CLOSED]),
      ([read(3)], [("prefill", 3, 9), CLOSED]),
      ([read(5), TEXT, read(2), TEXT], [("prefill", 5, 9), CLOSED, ("prefill", 2, 9), CLOSED]),
-     ([LOADING, read(2), TEXT],
-      [("loading crumb", 0, 0), "loading crumb closed", ("prefill", 2, 9), CLOSED])],
+     ([LOADING, LOADING, read(2), read(3), TEXT],
+      [("loading crumb", 0, 0), "loading crumb closed"] * 2
+      + [("prefill", 2, 9), ("prefill", 3, 9), CLOSED])],
 )  # fmt: skip
 def test_each_wait_has_a_bar_until_something_else_comes(replies: list, told: list) -> None:
     shown: list = []
@@ -68,8 +69,9 @@ def test_each_wait_has_a_bar_until_something_else_comes(replies: list, told: lis
     [({"prompt": 12, "cached": 8, "answer": 11,
        "seconds": {"queued": 0, "prefill": 1, "first": 1.25, "total": 3.25}},
       "prompt 12 (cached 8), answer 11, first token 1.25 s, 5.0 tokens/s"),
-     ({"prompt": 12, "cached": 0, "answer": 1, "seconds": {"first": 0.5, "total": 0.5}},
-      "prompt 12 (cached 0), answer 1, first token 0.50 s"),
+     *[({"prompt": 12, "cached": 0, "answer": answer, "seconds": {"first": 0.5, "total": total}},
+        f"prompt 12 (cached 0), answer {answer}, first token 0.50 s")
+       for answer, total in [(1, 0.75), (2, 0.5), (2, None)]],
      ({"prompt": 12, "cached": 0, "answer": 0, "seconds": {"first": None, "total": 0.5}},
       "prompt 12 (cached 0), answer 0"),
      ({}, "prompt 0 (cached 0), answer 0")],

@@ -86,7 +86,7 @@ def test_high_is_a_limit_too(tmp_path: Path) -> None:
 
 
 def test_no_limit(tmp_path: Path) -> None:
-    member(tmp_path, "0::/app")
+    member(tmp_path, "0::/app", "0::app", "4:memory", "nothing")
     group_2(tmp_path / V2 / "app", "max", 700)
     assert left_by_cgroups(tmp_path) is None
     assert left_by_cgroups(tmp_path / "nowhere") is None
@@ -143,14 +143,16 @@ def test_in_a_container_the_mount_begins_at_its_group(tmp_path: Path) -> None:
     assert left_by_cgroups(tmp_path) == 100
 
 
-@pytest.mark.parametrize("path", ["/../other", "/somewhere/else"])
+@pytest.mark.parametrize("path", ["/../other", "/somewhere/else", "/docker/abc/../other"])
 def test_a_group_out_of_sight(tmp_path: Path, path: str) -> None:
     """What is mounted is then all there is to read; no path leads out of it."""
     member(tmp_path, f"0::{path}")
-    mounted(tmp_path, "35 20 0:31 /docker/abc /sys/fs/cgroup ro - cgroup2 cgroup rw")
-    group_2(tmp_path / V2, 1000, 400)
-    group_2(tmp_path / "sys/fs/other", 5, 5)
-    assert left_by_cgroups(tmp_path) == 600
+    for usual in V2, "mnt/own":
+        group_2(tmp_path / usual, 1000, 400)
+        group_2(tmp_path / usual / "../other", 5, 5)
+        assert left_by_cgroups(tmp_path) == 600
+        group_2(tmp_path / usual, 5, 5)
+        mounted(tmp_path, "35 20 0:31 /docker/abc /mnt/own ro - cgroup2 cgroup rw")
 
 
 def test_an_unusual_mount(tmp_path: Path) -> None:

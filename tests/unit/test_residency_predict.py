@@ -57,6 +57,13 @@ def test_the_slower_of_the_two_decides() -> None:
     assert simulate([2.0] * 8, [1.0] * 8, 2.0, NONE).seconds == pytest.approx(16.0)
 
 
+def test_where_layers_differ_what_is_read_ahead_decides() -> None:
+    assert simulate([3.0, 1.0, 3.0], [3.0, 1.0, 3.0], 0.0, NONE) == pytest.approx(PassTime(0, 7))
+    for most, waiting in (4, 1.0), (1, 3.0):
+        found = simulate([2.0, 3.0, 1.0], [1.0, 3.0, 1.0], 0.0, NONE, most=most)
+        assert found == pytest.approx(PassTime(waiting, 5.0))
+
+
 def test_what_disturbs_each_other_takes_as_long_as_one_after_the_other() -> None:
     assert simulate([2.0] * 8, [1.0] * 8, 1.0, BOTH).seconds == pytest.approx(25.0)
 
@@ -91,6 +98,7 @@ def test_one_layer_is_read_ahead_where_reading_is_much_faster() -> None:
     assert depth([(1.0, 20.0)] + [(1.0, 0.5)] * 7, 1.0) == 4
     assert depth([(2.0, 1.0)] * 8, 3.0) == 3
     assert depth([(2.0, 1.0)] * 2, 30.0) == 2
+    assert depth([(0.1, 3.0), (2.0, 3.0)] * 4, 0.0) == 3  # by the one that takes longest to read
 
 
 # ------------------------------------------------------------------------------------------- always
@@ -139,6 +147,9 @@ def test_a_slowdown_is_found_again(
 
 
 def test_one_pass_that_begins_with_nothing_read() -> None:
+    # The second layer is read while the first one runs.
+    found = simulate([1.0] * 2, [2.0] * 2, 0.0, NONE, passes=1)
+    assert found == pytest.approx(PassTime(1.0, 4.0))
     slowdown = Slowdown(0.53, 1.29)  # between the places that are tried first
     known = simulate([2.0] * 8, [1.0] * 8, 0.0, slowdown, passes=1)
     found = fitted_slowdown([2.0] * 8, [1.0] * 8, 0.0, known, passes=1)
@@ -156,11 +167,11 @@ def test_a_prediction() -> None:
     assert slower.reading == 4.0 and slower.token > told.token
 
 
-def test_a_prompt_is_read_in_chunks_and_its_last_token_by_itself() -> None:
-    stay = range(4)
-    told = predict([10] * 4, measured(4), stay, cached=True, prompt=11, chunk=4)
+@pytest.mark.parametrize("more", [1, 2])
+def test_a_prompt_is_read_in_chunks_and_its_last_token_by_itself(more: int) -> None:
+    told = predict([10] * 4, measured(4), range(4), cached=True, prompt=9 + more, chunk=4)
     chunk = 4 * (0.5 + 4 * 0.1) + 0.5
-    rest = 4 * (0.5 + 2 * 0.1) + 0.5
+    rest = 4 * (0.5 + more * 0.1) + 0.5
     assert told.prompt == pytest.approx(2 * chunk + rest + told.token)
 
 

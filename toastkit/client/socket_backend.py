@@ -57,7 +57,7 @@ class SocketBackend:
                 yield reply
                 if not reply.keys().isdisjoint(LAST):
                     return
-                begun = begun or "progress" not in reply
+                begun = "progress" not in reply
             if self._interrupts is None or not self._interrupts.signal:
                 raise self._closed(begun)
         finally:

@@ -77,13 +77,12 @@ def _groups(root: Path) -> Iterator[tuple[int, Path]]:
     """(version, folder) of this process's memory cgroups and all their visible ancestors. On a
     machine with both versions, one of them has no memory files."""
     for line in _text(root / "proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, colon, path = rest.partition(":")
-        if not colon or not path.startswith("/"):
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if not path.startswith("/"):
             continue
         if "memory" in controllers.split(","):
             version = 1
-        elif number == "0" and not controllers:
+        elif not controllers:
             version = 2
         else:
             continue

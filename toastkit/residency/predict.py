@@ -200,7 +200,6 @@ class _Reader:
         self._read_slower, self._compute_slower = 1 + slowdown.reading, 1 + slowdown.computing
         self._requested = self._done = 0  # layers, over all passes
         self._left = reads[0]  # seconds of the next one
-        self.begin()
 
     def begin(self) -> None:
         """Start a pass."""
@@ -216,7 +215,6 @@ class _Reader:
 
     def await_read(self, number: int) -> None:
         """Wait, without computing, until that layer has been read."""
-        self.request(number)
         while self._done <= number:
             self.waited += self._left
             self._next()
