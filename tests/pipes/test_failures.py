@@ -24,7 +24,9 @@ from tests.pipes.pipelines import (
     begin,
     run_pipeline,
 )
-from toastkit.frames import End, FrameReader
+from toastkit.frames import End, FrameReader, Logits
+from toastkit.session.feed import FeedWriter
+from toastkit.session.run import feed_of
 
 HANDOVER_SECONDS = 2  # of stages.run.pipe_prefill, which imports MLX
 ENDLESS = {"sample": ["--ignore-eos"]}
@@ -278,6 +280,23 @@ def test_a_forced_token_that_cannot_be_is_told_once(tmp_path: Path):
     result = run_pipeline("hi", {"decode": ["--force", str(tmp_path / "ids")]}, stages)
     assert result.statuses == [0, 0, 65, 65]
     assert result.errors == ["toast-decode: token 99999 is outside the vocabulary of 4096"]
+
+
+def test_decode_refuses_another_prompt_and_a_token_of_another_step(toast, pipeline, tmp_path: Path):
+    """A saved stream whose session has moved on since, and a feed that two samplers share."""
+    keep = ["prefill", "--session", str(tmp_path / "session")]
+    first, second = (pipeline(["tokenize", prompt], keep).out for prompt in (WHO, "hi"))
+    late = toast("decode", "--greedy", stdin=first)
+    assert late.returncode == 65
+    assert b" has moved on since this prompt was prefilled\n" in late.stderr
+    decode = begin("decode", stdin=subprocess.PIPE)
+    decode.stdin.write(second)
+    decode.stdin.close()
+    frames = FrameReader(decode.stdout)
+    run, step = next(frames).run, next(frame for frame in frames if isinstance(frame, Logits))
+    FeedWriter(feed_of(run)).send(step.pos + 1, 7)
+    wrong = f"a token for position {step.pos + 1}, decode is at {step.pos}\n"
+    assert wrong in decode.stderr.read().decode() and decode.wait(TIMEOUT) == 65
 
 
 def test_a_recorded_error_is_told(toast, tmp_path: Path):

@@ -148,7 +148,7 @@ class PipeRun:
         if own is None:
             return
         chosen = None if self._end.interrupt else own.choose(values)
-        if chosen is not None and isinstance(chosen.token, int):
+        if chosen is not None:
             from toastkit.model.config import check_ids
             from toastkit.stages.arrays import log_softmax
 
