@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from hand_made import EOS, answer, draw, drawn, head, kinds, step
 
+from tests.conftest import Toast
 from toastkit.errors import DataError
 from toastkit.frames import End, Frame, Head, Token, Tokens, pack_ids
 from toastkit.session.feed import FeedMessage, FeedReader
+from toastkit.session.run import RunDirectory, feed_of
 from toastkit.stages.feed import bare_ids, feed_tokens
 from toastkit.stages.run.pipe_feed import PipeFeed
 
@@ -118,3 +120,20 @@ def test_a_decode_hears_of_every_other_end(run: Path, reader: FeedReader) -> Non
     assert kinds([next(stage), next(stage)]) == [Head, Token]
     stage.close()
     assert reader.read_available() == [FeedMessage(1, 3), OVER]
+
+
+def test_toast_feed_finds_the_one_run_of_a_session(toast: Toast, tmp_path: Path) -> None:
+    """Nothing ends before the last of the ids, or where --end is not given."""
+    session = tmp_path / "session"
+    run = RunDirectory.create(session)
+    reader = FeedReader(feed_of(run.path))
+    for words in ["5", "6"], ["7", "8", "--end"], ["--end"]:
+        assert toast("feed", "--session", str(session), *words).returncode == 0
+    sent = [(message.pos, message.id, message.end) for message in reader.read_available()]
+    assert sent == [(None, id, id in (8, None)) for id in (5, 6, 7, 8, None)]
+    reader.close()
+    other = RunDirectory.create(session)
+    done = toast("feed", "--session", str(session), "5")
+    assert done.returncode == 66 and b"has 2 runs to feed\n" in done.stderr
+    run.remove()
+    other.remove()
