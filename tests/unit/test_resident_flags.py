@@ -181,12 +181,6 @@ def test_what_makes_sense(arguments: str) -> None:
     check(*arguments.split())
 
 
-@pytest.mark.parametrize("wrong", [("all", 0, "off"), ("slots", -1, "off"), ("slots", 3, "4")])
-def test_slots_that_cannot_be(wrong: tuple) -> None:
-    with pytest.raises(UsageError):
-        SlotOptions(*wrong)
-
-
 # ---------------------------------------------------------------------------------------- settings
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toastkit.errors import UsageError, check_choice
 from toastkit.text.exact_numbers import exact_number, exact_size
 
-KINDS = ("all", "auto", "layers", "percent", "bytes")
 COUNTED = ("layers", "percent")
 PLACEMENTS = ("first", "last", "interleaved")
 PRIORITIES = ("max-tps", "balanced", "max-context")
@@ -18,10 +16,10 @@ RESERVED_TOKENS = {"max-tps": 512, "balanced": 1024, "max-context": None}
 
 @dataclass(frozen=True)
 class ResidencyOptions:
-    """How many layers are resident. kind: all; as many as memory allows at run time; a number; a
-    percentage; or as many as fit into bytes of the device together with everything else. amount: of
-    the last three. placement: which layers. priority: what "auto" reserves memory for. context:
-    tokens that "max-context" expects, None for as many as the model can read.
+    """How many layers are resident. kind: all; auto, as many as memory allows at run time; layers,
+    a number; percent; or bytes, as many as fit into so many with everything else. amount: of the
+    last three. placement: which layers. priority: what "auto" reserves memory for. context: tokens
+    that "max-context" expects, None for as many as the model can read.
     """
 
     kind: str = "all"
@@ -29,14 +27,6 @@ class ResidencyOptions:
     placement: str = "interleaved"
     priority: str = "balanced"
     context: int | None = None
-
-    def __post_init__(self) -> None:
-        """Raise UsageError for invalid options."""
-        check_choice("residency", self.kind, KINDS)
-        check_choice("placement", self.placement, PLACEMENTS)
-        check_choice("priority", self.priority, PRIORITIES)
-        if self.amount < 0 or (self.kind == "percent" and self.amount > 100):
-            raise UsageError(f"no such residency: {exact_number(self.amount)} {self.kind}")
 
     @property
     def on(self) -> bool:
