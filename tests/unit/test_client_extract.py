@@ -26,6 +26,8 @@ CASES = {
     "in a list": ("1. Do:\n\n     ```sh\n     ls\n     ```\n2. Done\n", "ls\n"),
     "behind a tab": ("\t```\n\tls\n\t```\n", "ls\n"),
     "a tab is kept": ("  ```\n  all:\n  \tcc\n  ```\n", "all:\n\tcc\n"),
+    "a blank more than a tab": ("\t```\n     ls\n\t```\n", " ls\n"),
+    "a tab after a blank": ("  ```\n \tls\n  ```\n", "  ls\n"),
     "half a tab is kept": ("  ```\n\tls\n  ```\n", "  ls\n"),
     "less indent inside than outside": ("  ```\nls\n    -l\n  ```\n", "ls\n  -l\n"),
     "a fence four columns in is code": ("```\n    ```\n```\n", "    ```\n"),

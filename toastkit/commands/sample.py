@@ -28,7 +28,6 @@ def sample(**flags) -> int:
         from toastkit.sampling.host import HostSampler
 
         chain = options.sampling_options(flags, _defaults(head), _seed(head))
-        chain.validate(head.vocab)
         draw = DrawOptions(chain, flags["top"], flags["max_tokens"], flags["ignore_eos"])
         return HostSampler(chain, head.vocab, _xtc_special_ids(chain, head)), draw
 
