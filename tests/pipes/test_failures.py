@@ -125,6 +125,13 @@ def test_prefill_keeps_the_next_prompt_for_as_long_as_an_answer_lasts(state_home
     assert list(state_home.iterdir()) == []
 
 
+def test_prefill_waits_for_decode_where_prompts_share_a_session(tmp_path: Path):
+    words = {"tokenize": ["--each-line"], "prefill": ["--session", str(tmp_path / "session")],
+             "sample": ["-n", "1"]}  # fmt: skip
+    result = Pipeline("", words, lines=[WHO] * 2).finish()
+    assert (result.statuses, result.out) == ([0] * 6, b"I\nI\n"), result.errors
+
+
 PATIENT = """
 from toastkit.commands.prefill import main
 from toastkit.stages.run import pipe_prefill
