@@ -17,6 +17,7 @@ from tests.conftest import Toast
 from tests.model.published import write_published
 from tests.pipes.pipelines import begin, json_lines
 from tests.unit.test_cli import lines_of
+from toastkit.commands.perplexity import WINDOW, _window
 
 TEXTS = Path(__file__).parents[1] / "texts"
 STORY, CHAT = str(TEXTS / "story.txt"), str(TEXTS / "chat.txt")
@@ -140,6 +141,10 @@ def test_a_text_is_taken_as_it_stands(toast: Toast) -> None:
         assert mine.pop("logprob") == pytest.approx(theirs.pop("logprob"), abs=1e-4)
         assert mine.pop("entropy") == pytest.approx(theirs.pop("entropy"), abs=1e-4)
         assert mine == theirs
+
+
+def test_a_window_is_no_longer_than_what_the_model_reads() -> None:
+    assert [_window(None, context) for context in (None, 512, 8192)] == [WINDOW, 512, WINDOW]
 
 
 def test_verbose_and_quiet(toast: Toast) -> None:

@@ -61,6 +61,7 @@ def test_frames_are_checked_and_counted() -> None:
     assert checked(STREAM * 2) == b"ok: 10 frames, 2 runs\n"
     assert checked(STREAM + dumps(RUN[0])).decode() == f"ok: 6 frames, 2 runs, {open_end}"
     assert checked(dumps(RUN[0])).decode() == f"ok: 1 frame, 1 run, {open_end}"
+    assert checked(b"".join(map(dumps, RUN[:-1]))).decode() == f"ok: 4 frames, 1 run, {open_end}"
     assert checked(dumps(RUN[0]) + STREAM).decode() == f"ok: 6 frames, 2 runs, {open_end}"
     assert checked(dumps(RUN[0]) * 2) == b"ok: 2 frames, 2 runs, 2 without an end\n"
     lines_of(here("frames", "--validate", stdin=b""), "frames", 65)
