@@ -297,7 +297,7 @@ def test_decode_refuses_another_prompt_and_a_token_of_another_step(toast, pipeli
     assert late.returncode == 65
     assert b" has moved on since this prompt was prefilled\n" in late.stderr
     decode = begin("decode", stdin=subprocess.PIPE)
-    decode.stdin.write(second)
+    decode.stdin.write(pipeline(["prefill"], stdin=second).out)  # its head names the session
     decode.stdin.close()
     frames = FrameReader(decode.stdout)
     run, step = next(frames).run, next(frame for frame in frames if isinstance(frame, Logits))
