@@ -51,9 +51,9 @@ def streaming(
     **rest: Any,
 ) -> Engine:
     """An engine of which so much stays. native: "off" has a pass for a prompt's last token."""
-    gears = rest.pop("gears", None)
+    gears, notify = rest.pop("gears", None), rest.pop("notify", None)
     options = ResidencyOptions(kind, amount, **rest)
-    return open_model(path, residency=options, gear_options=gears, native=native)
+    return open_model(path, residency=options, gear_options=gears, native=native, notify=notify)
 
 
 def answer(engine: Engine, before: Callable[[int], Wish] = lambda n: NO_WISH) -> list[mx.array]:
@@ -265,7 +265,7 @@ def test_layers_count_as_what_they_take_in_a_fixed_gear(
 
 def test_layers_give_way_to_caches(crumb) -> None:
     """A context that outgrows what was kept for it: results stay, the budget too. The next run has
-    the layers again."""
+    the layers again. That no layer is left to go is told once."""
     sizes = streaming().residency.sizes
     budget = sizes.outside + sum(sizes.layers[:4]) + 2 * max(sizes.layers) + sizes.cache_fixed
     budget += int(sizes.cache_per_token * 1024) + MIB
@@ -284,6 +284,15 @@ def test_layers_give_way_to_caches(crumb) -> None:
     read(engine, PROMPT)
     assert len(engine.residency.resident) == first and engine.ledger.total() <= budget
     engine.close()
+    told: list[str] = []
+    least = streaming("bytes", engine.residency.least, notify=told.append)
+    states = [read(least, PROMPT) for _ in range(3)]
+    assert len(told) == 1 and "the context has outgrown it" in told[0]
+
+
+def test_what_a_budget_leaves_is_for_other_forms_if_all_layers_stay() -> None:
+    assert streaming("bytes", 1 << 30).holdings.budget > 1 << 28
+    assert streaming("bytes", 28 << 20).holdings.budget == 0
 
 
 class Readings:
