@@ -291,8 +291,11 @@ def test_an_answer_that_the_daemon_breaks_off(ask: Run, home: Path) -> None:
     [
         {"text": 5},
         {"end": 5},
-        {"end": {"n": 1}},
-        {"end": {"reason": None}},
+        {"end": {"reason": None, "n": 1, "text": ""}},
+        {"end": {"reason": "eos", "n": "1", "text": ""}},
+        {"end": {"reason": "eos", "n": 1}},
+        {"progress": {"total": 5}},
+        {"progress": {"total": "5", "done": 1}},
         {"stats": []},
         {"stats": {"seconds": 1}},
         {"stats": {"seconds": {"first": "a"}}},

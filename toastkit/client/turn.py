@@ -113,9 +113,9 @@ class Turns:
         replies = self._backend.ask(request)
         try:
             for reply in replies:
+                _check(reply)
                 if progress is not None:
                     progress.put(reply)
-                _check(reply)
                 if "text" in reply:
                     self._settings.lines.hold()
                 answer.take(reply)
@@ -164,10 +164,12 @@ class Turns:
 def _check(reply: Reply) -> None:
     """Raise DataError for a reply that toasted(7) does not allow."""
     end = reply.get("end", {"reason": "", "n": 0, "text": ""})
-    stats = reply.get("stats", {})
+    progress, stats = reply.get("progress", {}), reply.get("stats", {})
     seconds = stats.get("seconds") or {} if isinstance(stats, dict) else None
     good = (
         isinstance(reply.get("text", ""), str)
+        and isinstance(progress, dict)
+        and all(isinstance(progress.get(n), int) for n in ("done", "total") if "total" in progress)
         and isinstance(seconds, dict)
         and all(isinstance(seconds.get(name) or 0, (int, float)) for name in ("first", "total"))
         and isinstance(stats.get("answer", 0), int)
