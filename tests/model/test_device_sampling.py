@@ -232,6 +232,7 @@ def test_a_draw_is_lazy_and_plain_once_read():
     mx.async_eval(full.arrays())
     read = full.read()
     assert type(read.id) is int and type(read.logprob) is float
+    assert sampler.draw(logits, 3, top=2, want_logprob=False).read().top == read.top
     assert read.id == bare.read().id and math.isnan(bare.read().logprob)
 
 

@@ -295,3 +295,13 @@ def test_who_was_there_and_got_nothing_is_in_the_audit(start) -> None:
     eventually(lambda: len(running.audit.records) == 3)
     told = [record.get("error") for record, _ in running.audit.records]
     assert told == ["the daemon is shutting down"] * 2 + [None]
+
+
+def test_what_attaches_is_in_the_audit_once(start) -> None:
+    running = start()
+    wanted = {"fingerprint": running.worker.status()["fingerprint"], "device": "cpu",
+              "dtype": "float32", "kv_bits": None}  # fmt: skip
+    attached = running.submit(op="attach", **wanted)
+    done(attached, running.submit(op="commit"))
+    assert attached.one("error") is None
+    assert [record["op"] for record, _ in running.audit.records] == ["attach"]
