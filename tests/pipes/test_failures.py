@@ -24,7 +24,7 @@ from tests.pipes.pipelines import (
     begin,
     run_pipeline,
 )
-from toastkit.frames import End, FrameReader, Logits
+from toastkit.frames import End, FrameReader, Head, Logits, dumps
 from toastkit.session.feed import FeedWriter
 from toastkit.session.run import feed_of
 
@@ -292,10 +292,14 @@ def test_a_forced_token_that_cannot_be_is_told_once(tmp_path: Path):
 def test_decode_refuses_another_prompt_and_a_token_of_another_step(toast, pipeline, tmp_path: Path):
     """A saved stream whose session has moved on since, and a feed that two samplers share."""
     keep = ["prefill", "--session", str(tmp_path / "session")]
-    first, second = (pipeline(["tokenize", prompt], keep).out for prompt in (WHO, "hi"))
-    late = toast("decode", "--greedy", stdin=first)
+    saved = pipeline(["tokenize", "--each-line"], keep, stdin=f"{WHO}\nhi".encode())
+    assert saved.codes == [0, 0]
+    late = toast("decode", "--greedy", stdin=saved.out)
     assert late.returncode == 65
     assert b" has moved on since this prompt was prefilled\n" in late.stderr
+    made = list(FrameReader(io.BytesIO(saved.out)))
+    *_, last = (place for place, frame in enumerate(made) if isinstance(frame, Head))
+    second = b"".join(map(dumps, made[last:]))
     decode = begin("decode", stdin=subprocess.PIPE)
     decode.stdin.write(pipeline(["prefill"], stdin=second).out)  # its head names the session
     decode.stdin.close()
