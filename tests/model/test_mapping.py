@@ -33,7 +33,7 @@ from toastkit.model.safetensors import Entry
 from toastkit.native.library import Library
 from toastkit.native.regions import LOST, Region
 from toastkit.native.starting import NativeOptions
-from toastkit.residency.mapping import MappingPolicy
+from toastkit.residency.mapping import MappingPolicy, mapped_bytes
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store.mapping import MappedFiles
 from toastkit.store.raw import DTYPES
@@ -149,6 +149,7 @@ def test_a_mapped_model_is_one_that_was_read(path: str) -> None:
     assert mapped_paths(lying) == set(policy(lying).paths) and not mapped_paths(read)
     size = policy(lying).report()["mapped"]
     assert read.ledger.total() // 2 < size <= read.ledger.total()
+    assert mapped_bytes(lying.holdings) == size and mapped_bytes(read.holdings) == 0
     assert all(form == ORIGINAL for form in forms(lying) - {MAPPED})
 
 
