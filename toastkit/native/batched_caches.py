@@ -70,26 +70,16 @@ class ApartKVCache:
         library, new, count = in_use(), keys.shape[2], len(self.lengths)
         if library is None or keys.dtype != mx.float32:
             raise NotImplementedError("separate caches of another dtype, or without the library")
-        self._make_room(new)
         made, given = unshared(keys, 2 * count), objects(*self.arrays, keys, values)
-        library.c.append_apart(objects(*made), given, _ints(self.lengths), count)
+        firsts, self.lengths = self.lengths, [length + new for length in self.lengths]
+        room = [-(-n // row.step) * row.step for n, row in zip(self.lengths, self._rows)]
+        library.c.append_apart(objects(*made), given, _ints(firsts), _ints(room), count)
         self.arrays = made
-        self.lengths = [length + new for length in self.lengths]
         padded = unshared(keys, 2)
         library.c.padded(objects(*padded), objects(*made), _ints(self.lengths), count)
         _remember(_owners, padded[0], self)
         self.unread += 1
         return widened(padded[0], mx.float32), widened(padded[1], mx.float32)
-
-    def _make_room(self, new: int) -> None:
-        """Make room for so many more positions of each."""
-        for i, array in enumerate(self.arrays):
-            length = self.lengths[i // 2]
-            if array.shape[2] < length + new:
-                batch, heads, _, size = array.shape
-                room = -(-new // self._rows[i // 2].step) * self._rows[i // 2].step
-                more = mx.zeros((batch, heads, room, size), array.dtype)
-                self.arrays[i] = mx.concatenate([array[..., :length, :], more], axis=2)
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None

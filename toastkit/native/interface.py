@@ -13,8 +13,8 @@ integer, long, real = ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 # toast_NAME_array: sets its first argument, arrays; ValueError with the library's message.
 ARRAYS: dict[str, tuple[Any, ...]] = {
-    "append": (pointer, array * 4, integer),
-    "append_apart": (pointer, pointer, pointer, integer),
+    "append": (pointer, array * 4, integer, integer),
+    "append_apart": (pointer, *[pointer] * 3, integer),
     "attend": (*[array] * 6, real, real, integer),
     "attend_apart": (array, pointer, pointer, integer, array, real, real),
     "awaited": (array, pointer),

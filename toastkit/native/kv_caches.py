@@ -284,16 +284,17 @@ class _Keeping:
         return widened(fetched[0], keys.dtype), widened(fetched[1], values.dtype)
 
     def _append(self: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, ...] | None:
-        """Append in one operation; None if there is none, or no room."""
+        """Append in one operation; None if there is none."""
         library, after = in_use(), self.offset + keys.shape[2]
         if library is None or type(self).__name__ != "KVCache" or self.keys is None:
             return None
-        if after > self.keys.shape[2] or any(
+        if any(
             new.dtype not in FLOATS or old.dtype != _kept_dtype(new.dtype, self.kv_dtype)
             for old, new in ((self.keys, keys), (self.values, values))
         ):
             return None
-        made = library.append((self.keys, self.values), (keys, values), self.offset)
+        room = -(-after // self.step) * self.step
+        made = library.append((self.keys, self.values), (keys, values), self.offset, room)
         self.keys, self.values, self.offset = *made[:2], after
         return made[2:]
 

@@ -254,16 +254,16 @@ class Library:
         return _call(self.c.blend, x, weights, more, gates)
 
     def append(
-        self, caches: Sequence[mx.array], new: Sequence[mx.array], first: int
+        self, caches: Sequence[mx.array], new: Sequence[mx.array], first: int, positions: int = 0
     ) -> tuple[mx.array, ...]:
         """Append keys and values to caches from position `first` on, lazy: both caches, in place if
         they are unshared, and both up to the last new position.
 
         caches: (B, heads, M, size), floats or as of `quantise`; a broadcast scalar is an empty
         cache, of which other positions are left uninitialised. new: (B, heads, N, size), floats,
-        rounded to that dtype, beyond float16 to its largest number. Raises ValueError if they do
-        not fit."""
-        return tuple(called(4, self.c.append, objects(*caches, *new), first))
+        rounded to that dtype, beyond float16 to its largest number. positions: M from now on, if
+        that is more. Raises ValueError if they do not fit."""
+        return tuple(called(4, self.c.append, objects(*caches, *new), first, positions))
 
     def attend(
         self,

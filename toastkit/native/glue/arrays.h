@@ -80,6 +80,15 @@ bool is_sole_reference(const mx::array &a);
 // True if the array's buffer belongs to a region, see regions.cpp.
 bool is_in_region(const mx::array &a);
 
+// Allocates an output in a region of its own, in which it may grow to so many bytes: what is not
+// touched takes no memory. On huge pages, where the system has them. Returns false if the system
+// refuses.
+bool allocate_growing(mx::array &output, int64_t bytes, const mx::Strides &strides,
+                      mx::array::Flags flags);
+
+// Bytes that an array that was allocated so may grow to; 0 for another.
+int64_t bytes_to_grow_in(const mx::array &a);
+
 // Allocates the buffer of an output. Throws std::bad_alloc, where MLX would go on with NULL.
 inline auto memory_for(const mx::array &output) {
   auto memory = mx::allocator::malloc(output.nbytes());

@@ -13,13 +13,28 @@
 namespace toast {
 namespace {
 
-// True for memory order (positions, batch, heads, size), that of session files; caches allocated
-// here are (batch, heads, positions, size).
-bool is_by_position(const mx::array &cache) {
-  const int64_t size = cache.shape(3), heads = cache.shape(1);
-  return !cache.flags().row_contiguous && cache.strides(3) == 1 && cache.strides(1) == size &&
-         cache.strides(0) == heads * size && cache.strides(2) == cache.shape(0) * heads * size;
+// One head's rows: all orders of memory are one.
+bool is_single(const mx::array &cache) { return cache.shape(0) * cache.shape(1) == 1; }
+
+// Of memory order (positions, batch, heads, size), that of session files and of large caches: they
+// grow at the end. Small ones allocated here are (batch, heads, positions, size).
+mx::Strides strides_by_position(const mx::array &cache) {
+  const int64_t size = cache.shape(3), heads = cache.shape(1), all = cache.shape(2) * size;
+  if (is_single(cache)) return {all, all, size, 1};
+  return {heads * size, size, cache.shape(0) * heads * size, 1};
 }
+
+mx::array::Flags flags_by_position(const mx::array &cache) {
+  return {true, is_single(cache), false};
+}
+
+bool is_by_position(const mx::array &cache) {
+  return cache.flags().row_contiguous == is_single(cache) &&
+         cache.strides() == strides_by_position(cache);
+}
+
+constexpr int64_t LARGE = 4 << 20;  // bytes of a cache that has memory to grow in
+constexpr int64_t RESERVE = 256 << 20;  // bytes of addresses, or eight times its size
 
 // Registered writers by buffer. The last one leaves a count of 0, as MLX still holds the buffer for
 // a moment. Never destroyed: MLX's threads may outlive main.
@@ -55,14 +70,25 @@ bool may_be_overwritten(const mx::array &cache) {
 
 // See allocate_caches.
 void allocate_cache(const mx::array &before, mx::array &cache) {
-  const bool dense = before.flags().row_contiguous || is_by_position(before);
-  if (dense && may_be_overwritten(before)) {
-    cache.copy_shared_buffer(before);
-  } else if (!is_by_position(before)) {
-    cache.set_data(memory_for(cache));
-  } else {
-    cache.set_data(memory_for(cache), cache.size(), before.strides(), {true, false, false});
+  const bool grows = cache.shape(2) > before.shape(2), ordered = is_by_position(before);
+  const bool dense = ordered || before.flags().row_contiguous;
+  const bool fits = !grows || (ordered && bytes_to_grow_in(before) >= int64_t(cache.nbytes()));
+  if (dense && fits && may_be_overwritten(before)) {
+    if (grows)
+      cache.copy_shared_buffer(before, strides_by_position(cache), flags_by_position(cache),
+                               cache.size());
+    else
+      cache.copy_shared_buffer(before);
+    return;
   }
+  const int64_t bytes = int64_t(cache.nbytes()), most = std::max(RESERVE, 8 * bytes);
+  const auto by_position = strides_by_position(cache);
+  const auto flags = flags_by_position(cache);
+  if (bytes >= LARGE && allocate_growing(cache, most, by_position, flags)) return;
+  if (ordered)
+    cache.set_data(memory_for(cache), cache.size(), by_position, flags);
+  else
+    cache.set_data(memory_for(cache));
 }
 
 // Makes `part` a view of the first positions of a cache.
@@ -70,7 +96,7 @@ void view_prefix(const mx::array &cache, mx::array &part) {
   const int64_t heads = int64_t(cache.shape(0)) * cache.shape(1), size = cache.shape(3);
   const int64_t positions = cache.shape(2), count = part.shape(2);
   if (is_by_position(cache)) {
-    part.copy_shared_buffer(cache, cache.strides(), {true, false, false}, part.size());
+    part.copy_shared_buffer(cache, cache.strides(), flags_by_position(cache), part.size());
     return;
   }
   const bool rows = heads == 1 || count == positions;
@@ -92,15 +118,24 @@ void append(const Arrays &arrays, int64_t first) {
   }
 }
 
-Arrays appended(const Arrays &inputs, int first) {
+// The shape of a cache of so many positions, if it has not as many already, that new heads are
+// written into from `first` on. Throws std::invalid_argument as check_cache.
+mx::Shape grown_shape(const mx::array &cache, const mx::array &x, int first, int positions) {
+  check(cache.ndim() == 4 && first <= cache.shape(2), "a cache of another shape");
+  type_of(x);
+  mx::Shape shape = cache.shape();
+  shape[2] = std::max(shape[2], positions);
+  check_cache(mx::array(shape, cache.dtype(), nullptr, {}), x.shape(), first);
+  return shape;
+}
+
+Arrays appended(const Arrays &inputs, int first, int positions) {
   std::vector<mx::Shape> shapes;
   std::vector<mx::Dtype> dtypes;
   for (int i = 0; i < 2; i++) {
     const mx::array &cache = inputs[i], &x = inputs[2 + i];
-    check_cache(cache, x.shape(), first);
+    shapes.push_back(grown_shape(cache, x, first, positions));
     check(x.shape(2) == inputs[2].shape(2), "not as many values as keys");
-    type_of(x);
-    shapes.push_back(cache.shape());
     dtypes.push_back(cache.dtype());
   }
   for (int i = 0; i < 2; i++) {
@@ -134,17 +169,16 @@ void append_apart(const Arrays &arrays, const std::vector<int> &firsts) {
   }
 }
 
-Arrays appended_apart(Arrays inputs, std::vector<int> firsts) {
+Arrays appended_apart(Arrays inputs, std::vector<int> firsts, const int *positions) {
   const size_t n = firsts.size();
   std::vector<mx::Shape> shapes;
   std::vector<mx::Dtype> dtypes;
   for (size_t i = 0; i < 2 * n; i++) {
     const mx::array &x = inputs[2 * n + i % 2];
-    type_of(x);
     check(x.ndim() == 4 && x.shape(0) == int(n) && x.shape(2) == inputs[2 * n].shape(2),
           "not as many rows or positions");
-    check_cache(inputs[i], {1, x.shape(1), x.shape(2), x.shape(3)}, firsts[i / 2]);
-    shapes.push_back(inputs[i].shape());
+    const mx::array one({1, x.shape(1), x.shape(2), x.shape(3)}, x.dtype(), nullptr, {});
+    shapes.push_back(grown_shape(inputs[i], one, firsts[i / 2], positions[i / 2]));
     dtypes.push_back(inputs[i].dtype());
   }
   return lazy("ToastAppendApart", std::move(shapes), dtypes, std::move(inputs),
@@ -191,6 +225,23 @@ Arrays padded(Arrays inputs, std::vector<int> lengths) {
               [lengths = std::move(lengths)](const Arrays &arrays) { pad(arrays, lengths); });
 }
 
+// Copies all positions of a cache to one that has as many or more.
+void copy_positions(const mx::array &before, mx::array &cache) {
+  if (before.strides() == cache.strides()) {  // as many, or in order of positions
+    memcpy(cache.data<char>(), before.data<char>(), before.nbytes());
+    return;
+  }
+  const Rows rows(before);
+  const int64_t item = int64_t(cache.itemsize()), size = cache.shape(3) * item;
+  for (int64_t i = 0; i < cache.shape(0); i++)
+    for (int64_t j = 0; j < before.shape(2); j++)
+      for (int64_t head = 0; head < cache.shape(1); head++)
+        memcpy(cache.data<char>() + item * (i * cache.strides(0) + head * cache.strides(1) +
+                                            j * cache.strides(2)),
+               rows.data() + item * (i * rows.stride(0) + head * rows.stride(1) +
+                                     j * rows.stride(2)), size);
+}
+
 }  // namespace
 
 void check_cache(const mx::array &cache, const mx::Shape &heads, int first) {
@@ -225,11 +276,7 @@ WriterGuard::~WriterGuard() {
 void write_heads(const mx::array &before, mx::array &cache, const toast_heads &heads,
                  int64_t first) {
   const bool holds = before.data_size() > 1 || before.size() == 1;
-  if (holds && before.data<char>() != cache.data<char>()) {
-    const bool same = before.strides() == cache.strides();
-    memcpy(cache.data<char>(), same ? before.data<char>() : Contiguous(before).data(),
-           cache.nbytes());
-  }
+  if (holds && before.data<char>() != cache.data<char>()) copy_positions(before, cache);
   const int64_t strides[3] = {cache.strides(0), cache.strides(1), cache.strides(2)};
   need(toast_append(&heads, cache.shape(2), first, cache.data<char>(), strides, cache_type(cache)));
 }
@@ -240,21 +287,20 @@ extern "C" {
 
 // Sets `made`, four unshared arrays, to both caches with the new positions written from `first` on,
 // and views of them up to the last position. Lazy. given: key cache, value cache, new keys, new
-// values. Returns an error message or NULL.
-TOAST_API const char *toast_append_array(void **made, void **given, int first) {
-  return set_arrays(made, [&] {
-    return toast::appended({array_of(given[0]), array_of(given[1]), array_of(given[2]),
-                            array_of(given[3])}, first);
-  });
+// values. positions: of the caches from now on, if that is more than they have. Returns an error
+// message or NULL.
+TOAST_API const char *toast_append_array(void **made, void **given, int first, int positions) {
+  return set_arrays(made, [&] { return toast::appended(arrays_of(given, 4), first, positions); });
 }
 
 // Sets `made`, 2 n unshared arrays, to the caches of n rows, keys and values in turn, with the new
 // positions written in place from firsts[row] on. Lazy. given: these caches, (1, heads, M, size)
-// each, then new keys and new values of all rows, (n, heads, N, size).
+// each, then new keys and new values of all rows, (n, heads, N, size). positions: of each row's
+// caches from now on, if that is more than they have.
 TOAST_API const char *toast_append_apart_array(void **made, void **given, const int *firsts,
-                                               int n) {
+                                               const int *positions, int n) {
   return set_arrays(made, [&] {
-    return toast::appended_apart(arrays_of(given, 2 * n + 2), {firsts, firsts + n});
+    return toast::appended_apart(arrays_of(given, 2 * n + 2), {firsts, firsts + n}, positions);
   });
 }
 

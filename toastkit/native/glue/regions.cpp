@@ -49,7 +49,7 @@ class Region {
   ~Region() {
     {
       const std::lock_guard<std::mutex> one(all_lock);
-      all.erase(start_);
+      all.erase(start_), all_growing.erase(start_);
     }
     munmap(start_ - SYSTEM_PAGE, SYSTEM_PAGE + bytes_);
     if (kept_ >= 0) close(kept_);
@@ -81,6 +81,26 @@ class Region {
     return all.count(static_cast<char *>(a.buffer().raw_ptr()));
   }
 
+  // Writable, for one array that begins with it and may grow. Throws an errno.
+  static std::shared_ptr<Region> growing(int64_t bytes) {
+    auto made = std::make_shared<Region>(bytes);
+    if (const int why = made->map(0, made->bytes(), -1, 0)) throw why;
+#ifdef MADV_HUGEPAGE
+    made->advise(0, made->bytes(), MADV_HUGEPAGE);  // it may know none
+#endif
+    const std::lock_guard<std::mutex> one(all_lock);
+    all_growing.insert(made->start_);
+    return made;
+  }
+
+  // Bytes of the growing region that an array begins with; 0 if it does with none.
+  static int64_t room_of(const mx::array &a) {
+    auto start = static_cast<char *>(mx::allocator::Buffer(a.buffer()).raw_ptr());
+    const std::lock_guard<std::mutex> one(all_lock);
+    const bool known = start == a.data<char>() && all_growing.count(start);
+    return known ? int64_t(reinterpret_cast<size_t *>(start)[-1]) : 0;
+  }
+
   int advise(int64_t at, int64_t count, int how) {
     if (!has(at, count)) return EINVAL;
     const int64_t first = at / SYSTEM_PAGE * SYSTEM_PAGE;
@@ -91,6 +111,7 @@ class Region {
   // Never destroyed: MLX's threads may outlive main.
   static inline std::mutex &all_lock = *new std::mutex;
   static inline std::set<char *> &all = *new std::set<char *>;
+  static inline std::set<char *> &all_growing = *new std::set<char *>;
   static inline std::atomic<int> maps{0};
 
   char *start_;
@@ -100,20 +121,23 @@ class Region {
 
 using Held = std::shared_ptr<Region>;
 
-// An array over `memory`, which `hold` keeps alive. offset: in bytes.
-mx::array array_over(char *memory, int64_t offset, const mx::Shape &shape, mx::Dtype dtype,
-                     Held hold) {
+// Gives an array memory that `hold` keeps alive. offset: in bytes.
+void set_memory(mx::array &array, const Held &hold, int64_t offset, const mx::Strides &strides,
+                mx::array::Flags flags) {
   using mx::allocator::Buffer;
   // An MLX buffer points a little before its first byte.
-  const auto lead = static_cast<char *>(Buffer(memory).raw_ptr()) - memory;
-  const Buffer buffer(memory - lead);
+  const auto lead = static_cast<char *>(Buffer(hold->start()).raw_ptr()) - hold->start();
+  array.set_data({Buffer(hold->start() - lead), [hold](Buffer) {}}, array.size(), strides, flags,
+                 offset);
+}
+
+// An evaluated array over a region, row contiguous.
+mx::array array_over(const Held &hold, int64_t offset, const mx::Shape &shape, mx::Dtype dtype) {
   mx::array made(shape, dtype, nullptr, {});
   mx::Strides strides(shape.size());
   int64_t step = 1;
   for (int axis = int(shape.size()) - 1; axis >= 0; step *= shape[axis--]) strides[axis] = step;
-  const mx::array::Flags flags = {true, true, made.size() <= 1 || shape.size() <= 1};
-  auto deleter = [hold](Buffer) {};
-  made.set_data({buffer, deleter}, made.size(), strides, flags, offset);
+  set_memory(made, hold, offset, strides, {true, true, made.size() <= 1 || shape.size() <= 1});
   made.set_status(mx::array::Status::available);
   return made;
 }
@@ -121,6 +145,18 @@ mx::array array_over(char *memory, int64_t offset, const mx::Shape &shape, mx::D
 }  // namespace
 
 bool is_in_region(const mx::array &a) { return a.size() && Region::has_array(a); }
+
+bool allocate_growing(mx::array &output, int64_t bytes, const mx::Strides &strides,
+                      mx::array::Flags flags) {
+  try {
+    set_memory(output, Region::growing(bytes), 0, strides, flags);
+    return true;
+  } catch (int) {
+    return false;
+  }
+}
+
+int64_t bytes_to_grow_in(const mx::array &a) { return a.size() ? Region::room_of(a) : 0; }
 
 }  // namespace toast
 
@@ -173,7 +209,7 @@ TOAST_API const char *toast_region_array(void *out, void *region, int64_t at, vo
             "a shape that is none");
     }
     check(held->has(at, bytes), "an array beyond its region");
-    array_of(out) = array_over(held->start(), at, mx::Shape(shape, shape + axes), dtype, held);
+    array_of(out) = array_over(held, at, mx::Shape(shape, shape + axes), dtype);
   });
 }
 
