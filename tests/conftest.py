@@ -118,6 +118,7 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("TOAST_NATIVE", "off")  # nothing is compiled for tests that compute nothing
         patch.setenv("PYTHONFAULTHANDLER", "1")
+        patch.setattr(os, "fsync", os.fstat)  # no test has a power failure: none waits for a disk
         SERVER.open()
         gc.freeze()  # seven thousand tests and what they import: no collection looks there again
         gc.enable()

@@ -128,6 +128,7 @@ if __name__ == "__main__":
     status = [1]
     atexit.register(end_at_once, status)
     preload()
+    os.fsync = os.fstat  # as in conftest.py
     gc.freeze()
     command = serve(sys.argv[1]).replace("-", "_")
     try:

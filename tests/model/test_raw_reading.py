@@ -121,7 +121,7 @@ def cached_pages(path: Path) -> int:
 
 def evict(path: Path) -> None:
     with path.open("rb") as file:
-        os.fsync(file.fileno())
+        os.fdatasync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if cached_pages(path):
         pytest.skip("this file system does not let go of its pages")

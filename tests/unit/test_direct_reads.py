@@ -26,9 +26,9 @@ def path(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("direct") / "file"
     path.write_bytes(BYTES.tobytes())
     with path.open("rb") as file:
-        os.fsync(file.fileno())
         if not hasattr(os, "posix_fadvise"):
             pytest.skip("no system that reads so")
+        os.fdatasync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if DirectReads().read(file.fileno(), [memoryview(bytearray(8))], 0) is None:
             pytest.skip("a file system that cannot, or does not let go of its pages")

@@ -349,7 +349,7 @@ def test_files_that_are_read_in_a_real_cgroup(limited_group: Path, tmp_path: Pat
     path = tmp_path / "weights"
     with open(path, "wb") as file:
         file.write(bytes(64 * MB))
-        os.fsync(file.fileno())
+        os.fdatasync(file.fileno())
         # Out of the cache: what is there belongs to the group that wrote it.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     lefts = in_group(limited_group, str(path), str(40 * MB))
