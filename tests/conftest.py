@@ -24,7 +24,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 from hypothesis import settings
 
-from tests.forked import SCRIPTS, SERVER, executable, start
+from tests.forked import SCRIPTS, SERVER, executable, run_to_end, start
 from tests.native_library import library_at_home
 from tests.unit.fake_daemon import signals_put_back
 from toastkit.interrupts import Signals
@@ -154,20 +154,8 @@ Toast = Callable[..., subprocess.CompletedProcess]
 
 @pytest.fixture(scope="session")
 def toast(private_home: Path) -> Toast:
-    """toast(name, *arguments, stdin=b"", env={}): runs a command, gives its CompletedProcess with
-    bytes. stdin=None is /dev/null: no prompt is piped in. Further settings are those of start."""
-
-    def run(name: str, *arguments: str, stdin: bytes | None = None, **settings):
-        source = subprocess.DEVNULL if stdin is None else subprocess.PIPE
-        pipe = subprocess.PIPE
-        process = start(name, *arguments, stdin=source, stdout=pipe, stderr=pipe, **settings)
-        try:
-            out, err = process.communicate(stdin, timeout=60)
-        finally:
-            process.kill()
-        return subprocess.CompletedProcess(process.args, process.wait(), out, err)
-
-    return run
+    """toast(name, *arguments, stdin=b"", env={}): see run_to_end."""
+    return run_to_end
 
 
 class Piped(NamedTuple):

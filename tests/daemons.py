@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.forked import Process, start
+from tests.forked import Process, run_to_end, start
 from tests.native_library import own_cache
 
 PATIENCE = 120.0  # seconds until a daemon answers, at the worst
@@ -120,13 +120,7 @@ class Daemon:
 
     def toast(self, name: str, *arguments: str, stdin: bytes | None = None):
         """Runs an executable beside this daemon; its CompletedProcess with bytes."""
-        pipe = subprocess.PIPE
-        source = subprocess.DEVNULL if stdin is None else pipe
-        with start(
-            name, *arguments, stdin=source, stdout=pipe, stderr=pipe, env=self.environment
-        ) as process:
-            out, err = process.communicate(stdin, timeout=PATIENCE)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        return run_to_end(name, *arguments, stdin=stdin, timeout=PATIENCE, env=self.environment)
 
     def kill(self) -> None:
         """kill -9."""

@@ -62,6 +62,33 @@ def start(
     return Process(name, words, variables, **streams)
 
 
+def run_to_end(
+    name: str,
+    *arguments: object,
+    stdin: bytes | None = None,
+    timeout: float = 60.0,
+    **settings: Any,
+) -> subprocess.CompletedProcess:
+    """Runs a command; its CompletedProcess with bytes. stdin=None is /dev/null: no prompt is piped
+    in. What prefill writes is a file: in a pipe it would wait for a decode. settings: others, of
+    start."""
+    source = subprocess.DEVNULL if stdin is None else subprocess.PIPE
+    with contextlib.ExitStack() as opened:
+        file = opened.enter_context(tempfile.TemporaryFile()) if name == "prefill" else None
+        process = start(
+            name, *arguments, stdin=source, stdout=file or subprocess.PIPE,
+            stderr=subprocess.PIPE, **settings,
+        )  # fmt: skip
+        try:
+            out, err = process.communicate(stdin, timeout=timeout)
+        finally:
+            process.kill()
+        if file is not None:
+            file.seek(0)
+            out = file.read()
+        return subprocess.CompletedProcess(process.args, process.wait(), out, err)
+
+
 class Process:
     """As subprocess.Popen, as far as tests need it, for a process that the server has forked."""
 
