@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -34,6 +35,14 @@ def contents(request: dict) -> list[str]:
     return [message["content"] for message in request["messages"]]
 
 
+IMPATIENT = """
+from toastkit import wire
+from toastkit.commands.{} import main
+wire.SILENCE_SECONDS = 0.1
+main()
+"""
+
+
 def test_a_person_is_told_of_a_silent_daemon(home: Path) -> None:
     """One line, after some seconds, in which the process is named that the pidfile has."""
     with FakeDaemon([HOLD]) as daemon, ExitStack() as opened:
@@ -45,7 +54,8 @@ def test_a_person_is_told_of_a_silent_daemon(home: Path) -> None:
         who = f"the daemon at {daemon.path} (process {os.getpid()})"
         waiting = {}
         for name in ("toast", "decode"):
-            terminal = Terminal(executable(name), "Hi!", env={"TOAST_SOCKET": daemon.path})
+            command = [sys.executable, "-c", IMPATIENT.format(name), "Hi!"]
+            terminal = Terminal(*command, env={"TOAST_SOCKET": daemon.path})
             waiting[name] = opened.enter_context(closing(terminal))
         for name, terminal in waiting.items():
             terminal.expect(f"{program_name(name)}: waiting for {who}: Ctrl-C ends that\r\n")

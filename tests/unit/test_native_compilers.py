@@ -71,13 +71,13 @@ def test_a_compiler_that_hangs(cache: Path, cxx, tmp_path: Path, monkeypatch) ->
 
 def test_a_compiler_that_does_nothing(cache: Path, cxx, monkeypatch) -> None:
     """That is seen long before; one that computes is left alone."""
-    monkeypatch.setattr(compiling, "LOOK", 0.1)
+    monkeypatch.setattr(compiling, "LOOK", 0.06)
     cxx("sleep 60")
     with pytest.raises(UnavailableError, match="did nothing for 1 s"):
         libraries.build()
-    monkeypatch.setattr(compiling, "SECONDS", 3)
+    monkeypatch.setattr(compiling, "SECONDS", 1.6)
     cxx("while :; do :; done & wait")
-    with pytest.raises(UnavailableError, match="did not end in 3 s"):
+    with pytest.raises(UnavailableError, match="did not end in 2 s"):
         libraries.build()
 
 

@@ -204,7 +204,8 @@ def test_what_fails_is_not_begun_again(monkeypatch: pytest.MonkeyPatch, data: by
     assert isinstance(open_vocabulary(data), WholeVocabulary) and not begun
 
 
-def test_old_tables_are_removed(data: bytes) -> None:
+def test_old_tables_are_removed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(vocabulary_making, "SAMPLES", 1)
     for blanks in range(20):
         assert make(data + b" " * blanks)
     assert Table.find(data) is None
