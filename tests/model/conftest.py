@@ -18,6 +18,11 @@ __all__ = ["native_commands"]
 
 pytest.importorskip("mlx.core")
 
+from toastkit.model.architecture import import_architecture
+from toastkit.model.config import ModelConfig
+
+import_architecture(ModelConfig("llama", 16, None, {}))  # or files below would import transformers
+
 
 @pytest.fixture(scope="session", autouse=True)
 def mlx_started(private_home: Path) -> None:

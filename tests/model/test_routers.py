@@ -12,7 +12,6 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import switch_layers
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_model
 
 from tests.model.checkpoints import SIZES, open_model, write_random
 from tests.model.moe_checkpoints import NAMES, K, write_moe
@@ -105,6 +104,8 @@ def test_k_is_what_it_is_set_to(name: str, tmp_path: Path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_little_model_is_mlx_lms_with_that_k(name: str, tmp_path: Path) -> None:
+    from mlx_lm.utils import load_model
+
     engine = opened(write_moe(tmp_path / "m", name), ExpertsOptions("little", prompt="little"))
     theirs, _ = load_model(write_moe(tmp_path / "theirs", name, K // 2))
     theirs.set_dtype(mx.float32)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("mlx_lm.models.base")
+pytest.importorskip("mlx.core")
 
 from toastkit.errors import DataError
 from toastkit.model.architecture import import_architecture
