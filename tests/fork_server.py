@@ -34,7 +34,8 @@ def preload() -> None:
     from toastkit.model.config import load_config
     from toastkit.model.locate import locate
     from toastkit.native.functions import rebuilt_methods
-    from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer
+    from toastkit.stages.tokenize import Prompt, PromptOptions, PromptTokenizer, difficulty
+    from toastkit.text import library
 
     for module in pkgutil.walk_packages(toastkit.__path__, "toastkit."):
         import_module(module.name)
@@ -44,8 +45,13 @@ def preload() -> None:
     for one in vars(architecture).values():
         if isinstance(one, type) and issubclass(one, architecture.nn.Module):
             rebuilt_methods(one)
-    greeting = [{"role": "user", "content": "Hi!"}]
-    PromptTokenizer(crumb, config, PromptOptions()).render(Prompt(messages=greeting))
+    load, words = library.load, crumb.read("tokenizer.json")
+    made = load(words)
+    library.load = lambda data: made if data == words else load(data)
+    tokenizer = PromptTokenizer(crumb, config, PromptOptions())
+    greeting = Prompt(messages=[{"role": "user", "content": "Hi!"}])
+    tokenizer.render(greeting)  # and no more: to encode it would start a thread
+    difficulty(greeting)
     assert not NOT_PRELOADED & set(sys.modules)
 
 
