@@ -17,6 +17,7 @@ pytest.importorskip("mlx.core")
 
 from tests.hostile import run_without_privileges
 from tests.model.published import write_published
+from tests.native_library import own_cache
 from tests.pipes.pipelines import json_lines
 from toastkit.frames import (
     End,
@@ -96,7 +97,7 @@ def test_a_large_vocabulary_is_read_from_its_table(pipeline, tmp_path: Path) -> 
     model = write_published(tmp_path / "model", "llama")
     with open(model / "tokenizer.json", "ab") as file:
         file.write(b" " * MIN_BYTES)  # which makes it another file, and a large one
-    cache = tmp_path / "cache"
+    cache = own_cache(tmp_path / "cache")
     stages = ["prefill"], ["decode"], ["sample", "--temp", "0", "-n", "9"], ["detokenize"]
 
     def answer() -> bytes:
