@@ -61,6 +61,7 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
 # toast_NAME: OSError for an errno.
 SYSTEM: dict[str, tuple[Any, ...]] = {
     "region_advise": (pointer, long, long, integer),
+    "region_grow": (pointer, long, long),
     "region_map": (pointer, long, long, integer, long),
     "region_open": (long, pointer),
 }

@@ -59,6 +59,11 @@ class Region:
         touched. Raises OSError."""
         self._c.region_map(self._handle, at, nbytes, -1, 0)
 
+    def grow(self, at: int, nbytes: int) -> None:
+        """Let a cache's array that begins with byte `at` grow to so many bytes, all writable, in
+        place. Raises OSError."""
+        self._c.region_grow(self._handle, at, nbytes)
+
     def keep(self, fd: int) -> None:
         """Close a descriptor, one at most, when the region ends."""
         self._c.region_keep(self._handle, fd)

@@ -1,8 +1,8 @@
 """Caches read in place: cache.bin is mapped, not copied.
 
 The rows of a growing tensor are in blocks of 256 positions. Mapped side by side they form one
-array, with room for more behind it, which attention reads like any other; appended rows go to the
-room, or to private copies of the pages, never to the file. Where two runs of blocks meet within a
+array, with addresses behind it to grow in, which attention reads like any other; appended rows go
+there, or to private copies of the pages, never to the file. Where two runs of blocks meet within a
 page, the first one's is mapped and gets a copy of the other's bytes there. So a state of any size
 is restored as soon as it is mapped, and its bytes are read when attention needs them. A recurrent
 state, which does not grow, is one extent and one array.
@@ -33,8 +33,8 @@ from toastkit.session.layout import BLOCK_ROWS, ITEM_BYTES, Tensor
 # MLX's dtypes of stored tensors.
 DTYPES = {name: getattr(mx, "bool_" if name == "bool" else name) for name in ITEM_BYTES}
 MIN_BYTES = 1 << 18  # bytes of a tensor; copying a smaller one is as fast
-ROOM = BLOCK_ROWS  # minimum positions to append before a cache moves to its own memory
-SHARE = 8  # and as a fraction of the existing ones
+ADDRESSES = 1 << 28  # bytes that a growing tensor may take, or this many times what it has:
+TIMES = 8
 MAX_PIECES = 1 << 13  # maps: a process has 65,530 by default
 
 
@@ -74,14 +74,16 @@ def _is_in_step(tensor: Tensor) -> bool:
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes of a tensor's map, in whole pages."""
-    rows = 1 if tensor.axis is None else _positions(tensor)
-    return -(-rows * tensor.row_bytes // PAGE) * PAGE
+    """Bytes of a tensor's addresses, in whole pages."""
+    nbytes = tensor.rows * tensor.row_bytes
+    if tensor.axis is not None:
+        nbytes = max(ADDRESSES, TIMES * _positions(tensor) * tensor.row_bytes)
+    return -(-nbytes // PAGE) * PAGE
 
 
 def _positions(tensor: Tensor) -> int:
-    room = max(ROOM, tensor.rows // SHARE)
-    return sum(-(-rows // BLOCK_ROWS) * BLOCK_ROWS for rows in (tensor.rows, room))
+    """Rows of a growing tensor's array: whole blocks, one of them empty."""
+    return (-(-tensor.rows // BLOCK_ROWS) + 1) * BLOCK_ROWS
 
 
 def _pieces(tensor: Tensor) -> list[tuple[int, int, int]]:
@@ -132,6 +134,8 @@ def _mapped(
             _map_piece(region, start + at, fd, offset, count)
         shape = tensor.shape if tensor.axis is None else _by_position(tensor)
         array = region.array(start, DTYPES[tensor.dtype], shape)
+        if tensor.axis is not None:
+            region.grow(start, size)
         arrays[id(tensor)] = array if tensor.axis is None else mx.moveaxis(array, 0, 2)
         start += size
     mx.eval(list(arrays.values()))

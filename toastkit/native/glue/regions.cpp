@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <map>
 #include <mutex>
 #include <new>
 #include <set>
@@ -49,7 +50,8 @@ class Region {
   ~Region() {
     {
       const std::lock_guard<std::mutex> one(all_lock);
-      all.erase(start_), all_growing.erase(start_);
+      all.erase(start_);
+      all_growing.erase(all_growing.lower_bound(start_), all_growing.lower_bound(start_ + bytes_));
     }
     munmap(start_ - SYSTEM_PAGE, SYSTEM_PAGE + bytes_);
     if (kept_ >= 0) close(kept_);
@@ -88,17 +90,24 @@ class Region {
 #ifdef MADV_HUGEPAGE
     made->advise(0, made->bytes(), MADV_HUGEPAGE);  // it may know none
 #endif
-    const std::lock_guard<std::mutex> one(all_lock);
-    all_growing.insert(made->start_);
+    made->grow(0, made->bytes());
     return made;
   }
 
-  // Bytes of the growing region that an array begins with; 0 if it does with none.
-  static int64_t room_of(const mx::array &a) {
-    auto start = static_cast<char *>(mx::allocator::Buffer(a.buffer()).raw_ptr());
+  // An array that begins with byte `at`, in writable memory, may grow to so many bytes. Returns an
+  // errno or 0.
+  int grow(int64_t at, int64_t bytes) {
+    if (!has(at, bytes)) return EINVAL;
     const std::lock_guard<std::mutex> one(all_lock);
-    const bool known = start == a.data<char>() && all_growing.count(start);
-    return known ? int64_t(reinterpret_cast<size_t *>(start)[-1]) : 0;
+    all_growing[start_ + at] = bytes;
+    return 0;
+  }
+
+  // Bytes that an array may grow to; 0 for one of which nothing is known.
+  static int64_t room_of(const mx::array &a) {
+    const std::lock_guard<std::mutex> one(all_lock);
+    const auto known = all_growing.find(const_cast<char *>(a.data<char>()));
+    return known == all_growing.end() ? 0 : known->second;
   }
 
   int advise(int64_t at, int64_t count, int how) {
@@ -111,7 +120,7 @@ class Region {
   // Never destroyed: MLX's threads may outlive main.
   static inline std::mutex &all_lock = *new std::mutex;
   static inline std::set<char *> &all = *new std::set<char *>;
-  static inline std::set<char *> &all_growing = *new std::set<char *>;
+  static inline std::map<char *, int64_t> &all_growing = *new std::map<char *, int64_t>;
   static inline std::atomic<int> maps{0};
 
   char *start_;
@@ -182,6 +191,11 @@ TOAST_API void toast_region_close(void *region) { delete static_cast<toast::Held
 // Maps a file from `offset` on to byte `at` of the region, copy on write; zeros for fd -1.
 TOAST_API int toast_region_map(void *region, int64_t at, int64_t bytes, int fd, int64_t offset) {
   return (*static_cast<toast::Held *>(region))->map(at, bytes, fd, offset);
+}
+
+// Lets an array that begins with byte `at` of the region, in memory, grow to so many bytes.
+TOAST_API int toast_region_grow(void *region, int64_t at, int64_t bytes) {
+  return (*static_cast<toast::Held *>(region))->grow(at, bytes);
 }
 
 // Gives the region ownership of a descriptor, one at most.
