@@ -82,6 +82,14 @@ def test_a_large_cache_grows_where_it_is(
     assert mx.array_equal(kept.keys[..., : kept.offset, :], wanted).item()
 
 
+def test_the_first_positions_of_a_cache_grow_to_what_it_had(library: Library) -> None:
+    """A view of them has the strides of the result, and is not as dense."""
+    whole, new = mx.random.normal((1, 2, 8, 4)), mx.ones((1, 2, 1, 4))
+    some = [whole[..., :5, :], whole[..., :5, :]]
+    for array in library.append(some, [new, new], 5, 8)[2:]:
+        assert mx.array_equal(array, mx.concatenate([whole[..., :5, :], new], 2)).item()
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.int8])
 def test_a_batch_appends_to_each_in_its_place(
     library: Library, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch

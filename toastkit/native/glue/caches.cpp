@@ -227,7 +227,8 @@ Arrays padded(Arrays inputs, std::vector<int> lengths) {
 
 // Copies all positions of a cache to one that has as many or more.
 void copy_positions(const mx::array &before, mx::array &cache) {
-  if (before.strides() == cache.strides()) {  // as many, or in order of positions
+  const bool same_order = before.shape(2) == cache.shape(2) || is_by_position(cache);
+  if (same_order && before.strides() == cache.strides()) {
     memcpy(cache.data<char>(), before.data<char>(), before.nbytes());
     return;
   }
