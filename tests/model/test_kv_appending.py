@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import cache as mlx_caches
 
+from tests.model.test_mapped_state import commit, is_mapped, restored, rows, run
 from tests.native_library import built, cache, library, needed, operations_of
 from toastkit.native import kv_caches
 from toastkit.native.batched_caches import ApartKVCache, attend
 from toastkit.native.library import Library
+from toastkit.residency.memory import left_by_limits
 
 __all__ = ["built", "cache", "library"]
 pytestmark = needed
@@ -88,6 +93,28 @@ def test_the_first_positions_of_a_cache_grow_to_what_it_had(library: Library) ->
     some = [whole[..., :5, :], whole[..., :5, :]]
     for array in library.append(some, [new, new], 5, 8)[2:]:
         assert mx.array_equal(array, mx.concatenate([whole[..., :5, :], new], 2)).item()
+
+
+def test_no_addresses_are_kept_that_count(
+    library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Against a limit of the process: other memory would be missing."""
+    monkeypatch.setattr(IN_USE, library)
+    ids = list(range(9000))
+    own = commit(tmp_path, ids[:8990])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 46, limits[1]))
+    try:
+        before = left_by_limits()
+        theirs = restored(tmp_path, 8990)
+        assert is_mapped(theirs[0].keys)
+        run(theirs, ids), run(own, ids)
+        run(theirs, ids * 3), run(own, ids * 3)  # beyond their room
+        after = left_by_limits()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert rows(theirs) == rows(own)
+    assert before is not None and after is not None and before - after < 1 << 28
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.int8])

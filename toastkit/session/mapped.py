@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import mlx.core as mx
 
 from toastkit.native.library import Library, in_use
-from toastkit.native.regions import PAGE, Region
+from toastkit.native.regions import PAGE, Region, addresses_count
 from toastkit.private_files import hold_bytes, pread_into
 from toastkit.session.blocks import Stored
 from toastkit.session.extents import align, floor
@@ -74,10 +74,13 @@ def _is_in_step(tensor: Tensor) -> bool:
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes of a tensor's addresses, in whole pages."""
+    """Bytes of a tensor's addresses, in whole pages: none to grow in if they count against a limit
+    of this process."""
     nbytes = tensor.rows * tensor.row_bytes
     if tensor.axis is not None:
-        nbytes = max(ADDRESSES, TIMES * _positions(tensor) * tensor.row_bytes)
+        nbytes = _positions(tensor) * tensor.row_bytes
+        if not addresses_count():
+            nbytes = max(ADDRESSES, TIMES * nbytes)
     return -(-nbytes // PAGE) * PAGE
 
 

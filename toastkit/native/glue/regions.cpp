@@ -7,6 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -26,6 +27,16 @@ const int64_t SYSTEM_PAGE = sysconf(_SC_PAGESIZE);
 constexpr int MAX_MAPS = 1 << 15;
 
 int64_t pages(int64_t bytes) { return (bytes + SYSTEM_PAGE - 1) / SYSTEM_PAGE * SYSTEM_PAGE; }
+
+// Whether addresses that nothing is written to count against a limit of this process: those to grow
+// in would be missing elsewhere.
+bool addresses_count() {
+  for (const auto kind : {RLIMIT_AS, RLIMIT_DATA}) {
+    rlimit most;
+    if (!getrlimit(kind, &most) && most.rlim_cur != RLIM_INFINITY) return true;
+  }
+  return false;
+}
 
 class Region {
  public:
@@ -85,6 +96,7 @@ class Region {
 
   // Writable, for one array that begins with it and may grow. Throws an errno.
   static std::shared_ptr<Region> growing(int64_t bytes) {
+    if (addresses_count()) throw ENOMEM;
     auto made = std::make_shared<Region>(bytes);
     if (const int why = made->map(0, made->bytes(), -1, 0)) throw why;
 #ifdef MADV_HUGEPAGE
