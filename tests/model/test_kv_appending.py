@@ -157,6 +157,24 @@ def test_a_batch_appends_to_each_in_its_place(
     assert mx.array_equal(taken.keys[..., : taken.offset, :], theirs[1].keys[..., :258, :]).item()
 
 
+def test_a_batch_attends_to_what_it_is_given(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to its cache's own values in place of others, nor to positions that came later."""
+    monkeypatch.setattr(IN_USE, library)
+    own = [mlx_caches.KVCache() for _ in range(2)]
+    for row in own:
+        mx.eval(row.update_and_fetch(*mx.random.normal((2, 1, 2, 5, 8))))
+    batch = ApartKVCache(own)
+    keys, values = batch.update_and_fetch(*mx.random.normal((2, 2, 2, 1, 8)))
+    queries = mx.random.normal((2, 4, 1, 8))
+    wanted = [library.attend(queries, keys, some, 0.5) for some in (keys, values)]
+    found = [attend(library, queries, keys, keys, 0.5, None)]
+    batch.update_and_fetch(keys[..., :1, :], values[..., :1, :])
+    found.append(attend(library, queries, keys, values, 0.5, None))
+    assert all(mx.array_equal(*pair).item() for pair in zip(found, wanted))
+
+
 def pointer(array: mx.array) -> int:
     """Where an array's numbers begin."""
     return np.asarray(memoryview(array.view(mx.uint16))).ctypes.data

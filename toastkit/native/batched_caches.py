@@ -23,9 +23,9 @@ from toastkit.native.library import NONE, Library, in_use, objects, unshared
 
 BOUNDED = ("ArraysCache", "RotatingKVCache")  # caches of mlx_lm that stop growing: these are merged
 
-# By the id of an array, while that lives: of keys, the batch's cache that returned it; of a mask,
-# the lengths that it is made of.
-_owners: dict[int, tuple[weakref.ref, ApartKVCache]] = {}
+# By the id of an array, while that lives: of keys, the batch's cache that returned it, with the
+# lengths and values then; of a mask, the lengths that it is made of.
+_owners: dict[int, tuple[weakref.ref, tuple[ApartKVCache, list[int], mx.array]]] = {}
 _masks: dict[int, tuple[weakref.ref, list[int]]] = {}
 
 
@@ -77,7 +77,7 @@ class ApartKVCache:
         self.arrays = made
         padded = unshared(keys, 2)
         library.c.padded(objects(*padded), objects(*made), _ints(self.lengths), count)
-        _remember(_owners, padded[0], self)
+        _remember(_owners, padded[0], (self, self.lengths, padded[1]))
         self.unread += 1
         return widened(padded[0], mx.float32), widened(padded[1], mx.float32)
 
@@ -144,10 +144,11 @@ def attend(
     """Library.attend, float32 (B, heads, N, value size), to keys and values (B, key heads, M, size)
     of its dtypes that a cache returned: as that keeps them and, of a batch, each where it is."""
     keys, values = kept_of(keys), kept_of(values)
-    owner = _remembered(_owners, keys)
-    own = owner is not None and queries.shape[2] == 1
-    if own and (mask is None or _remembered(_masks, mask) == owner.lengths):
-        return owner.attend(library, queries, scale, sinks, cap)
+    if (found := _remembered(_owners, keys)) is not None and queries.shape[2] == 1:
+        owner, lengths, own = found
+        now = values is own and lengths is owner.lengths
+        if now and (mask is None or _remembered(_masks, mask) == lengths):
+            return owner.attend(library, queries, scale, sinks, cap)
     return library.attend(queries, keys, values, scale, mask, sinks, cap)
 
 
