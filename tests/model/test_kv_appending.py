@@ -160,12 +160,16 @@ def test_a_batch_appends_to_each_in_its_place(
 def test_a_batch_attends_to_what_it_is_given(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not to its cache's own values in place of others, nor to positions that came later."""
+    """Not to its cache's own values in place of others, nor to positions that came later, or that
+    did not come at all."""
     monkeypatch.setattr(IN_USE, library)
     own = [mlx_caches.KVCache() for _ in range(2)]
     for row in own:
         mx.eval(row.update_and_fetch(*mx.random.normal((2, 1, 2, 5, 8))))
     batch = ApartKVCache(own)
+    with pytest.raises(ValueError, match="another shape"):
+        batch.update_and_fetch(*mx.ones((2, 2, 2, 1, 9)))
+    assert batch.lengths == [5, 5]
     keys, values = batch.update_and_fetch(*mx.random.normal((2, 2, 2, 1, 8)))
     queries = mx.random.normal((2, 4, 1, 8))
     wanted = [library.attend(queries, keys, some, 0.5) for some in (keys, values)]

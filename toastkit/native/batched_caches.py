@@ -71,10 +71,10 @@ class ApartKVCache:
         if library is None or keys.dtype != mx.float32:
             raise NotImplementedError("separate caches of another dtype, or without the library")
         made, given = unshared(keys, 2 * count), objects(*self.arrays, keys, values)
-        firsts, self.lengths = self.lengths, [length + new for length in self.lengths]
-        room = [-(-n // row.step) * row.step for n, row in zip(self.lengths, self._rows)]
-        library.c.append_apart(objects(*made), given, _ints(firsts), _ints(room), count)
-        self.arrays = made
+        lengths = [length + new for length in self.lengths]
+        room = [-(-n // row.step) * row.step for n, row in zip(lengths, self._rows)]
+        library.c.append_apart(objects(*made), given, _ints(self.lengths), _ints(room), count)
+        self.arrays, self.lengths = made, lengths
         padded = unshared(keys, 2)
         library.c.padded(objects(*padded), objects(*made), _ints(self.lengths), count)
         _remember(_owners, padded[0], (self, self.lengths, padded[1]))
