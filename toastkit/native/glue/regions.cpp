@@ -99,6 +99,7 @@ class Region {
     if (addresses_count()) throw ENOMEM;
     auto made = std::make_shared<Region>(bytes);
     if (const int why = made->map(0, made->bytes(), -1, 0)) throw why;
+    maps++, made->maps_++;  // the page before it: those of other regions count by their pieces
 #ifdef MADV_HUGEPAGE
     made->advise(0, made->bytes(), MADV_HUGEPAGE);  // it may know none
 #endif
