@@ -86,7 +86,8 @@ bool is_in_region(const mx::array &a);
 bool allocate_growing(mx::array &output, int64_t bytes, const mx::Strides &strides,
                       mx::array::Flags flags);
 
-// Bytes that an array that was allocated so may grow to; 0 for another.
+// Bytes that an array that was allocated so, or that a mapped session begins with, may grow to; 0
+// for another.
 int64_t bytes_to_grow_in(const mx::array &a);
 
 // Allocates the buffer of an output. Throws std::bad_alloc, where MLX would go on with NULL.
