@@ -266,7 +266,9 @@ def test_native_attention_reads_them_as_they_lie(
 
 
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize(("name", "bits"), [("llama", 16), ("llama", 8), ("qwen3_moe", 16)])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("llama", 16), ("llama", 8), ("qwen3_moe", 16), ("deepseek_v3", 8)]
+)
 def test_batches_are_each_alone(tmp_path: Path, name: str, bits: int, apart: bool) -> None:
     """To the bit, in and after a batch."""
     engine = opened(tmp_path, name, bits)

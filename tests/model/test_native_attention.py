@@ -211,3 +211,4 @@ def test_batches_are_each_alone(tmp_path: Path, name: str, apart: bool) -> None:
     for batch, alone in batched_and_alone(engine, ((3, 20, 45),), 6, apart):
         for a, b in zip(batch.members, alone):
             assert mx.array_equal(a.logits, b.logits).item()
+        assert not apart or not any(layer.unread for layer in batch.caches)

@@ -128,13 +128,22 @@ class ApartKVCache:
     ) -> mx.array:
         """As Library.attend of one query each, float32 (B, heads, 1, size), to all its
         positions."""
-        self.unread -= 1
-        [out] = unshared(queries, 1)
-        library.c.attend_apart(
-            out, objects(queries, *self.arrays), _ints(self.lengths), len(self.lengths),
-            NONE if sinks is None else sinks, scale, cap,
-        )  # fmt: skip
+        [out], given = unshared(queries, 1), self._given(queries)
+        library.c.attend_apart(out, *given, NONE if sinks is None else sinks, scale, cap)
         return out
+
+    def attend_latents(self, library: Library, queries: mx.array, scale: float) -> mx.array:
+        """Latent attention of one query each, float32 (B, heads, 1, latent + RoPE part), to the
+        latents that are kept as keys and the RoPE parts that are kept as values: (B, heads, 1,
+        latent)."""
+        [out], given = unshared(queries, 1), self._given(queries)
+        library.c.attend_latents(out, *given, scale)
+        return out
+
+    def _given(self, queries: mx.array) -> tuple[Any, ...]:
+        """Queries (B, heads, 1, size) and what they attend to, for the library."""
+        self.unread -= 1
+        return objects(queries, *self.arrays), _ints(self.lengths), len(self.lengths)
 
 
 def attend(
@@ -144,12 +153,19 @@ def attend(
     """Library.attend, float32 (B, heads, N, value size), to keys and values (B, key heads, M, size)
     of its dtypes that a cache returned: as that keeps them and, of a batch, each where it is."""
     keys, values = kept_of(keys), kept_of(values)
-    if (found := _remembered(_owners, keys)) is not None and queries.shape[2] == 1:
-        owner, lengths, own = found
-        now = values is own and lengths is owner.lengths
-        if now and (mask is None or _remembered(_masks, mask) == lengths):
-            return owner.attend(library, queries, scale, sinks, cap)
+    if queries.shape[2] == 1 and (owner := owner_of(keys, values, mask)):
+        return owner.attend(library, queries, scale, sinks, cap)
     return library.attend(queries, keys, values, scale, mask, sinks, cap)
+
+
+def owner_of(keys: mx.array, values: mx.array, mask: Any) -> ApartKVCache | None:
+    """The batch's cache that holds keys and values (B, heads, M, size), as kept in any dtype, if
+    they are of its last update and a mask (...), if any, hides nothing else than padding."""
+    if (found := _remembered(_owners, keys)) is None:
+        return None
+    owner, lengths, own = found
+    now = values is own and lengths is owner.lengths
+    return owner if now and (mask is None or _remembered(_masks, mask) == lengths) else None
 
 
 def can_stay_apart(caches: Sequence[Any]) -> bool:

@@ -17,6 +17,7 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
     "append_apart": (pointer, *[pointer] * 3, integer),
     "attend": (*[array] * 6, real, real, integer),
     "attend_apart": (array, pointer, pointer, integer, array, real, real),
+    "attend_latents": (array, pointer, pointer, integer, real),
     "awaited": (array, pointer),
     "blend": (*[array] * 5,),
     "closed": (pointer, *[array] * 4, pointer, pointer),

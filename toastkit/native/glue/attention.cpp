@@ -1,7 +1,5 @@
 // Scaled dot-product attention as an MLX primitive. Caches are read in place, whatever their
 // strides.
-#include <deque>
-
 #include "caches.h"
 
 namespace toast {
@@ -48,9 +46,9 @@ void compute_apart(const Arrays &arrays, const std::vector<int> &lengths, float 
   const mx::array &q = arrays[0];
   mx::array out = arrays.back();
   const Rows queries(q);
-  std::deque<WriterGuard> read;
+  const auto read = reader_of(arrays, n);
   std::deque<Rows> caches;
-  for (int64_t i = 1; i <= 2 * n; i++) read.emplace_back(arrays[i]), caches.emplace_back(arrays[i]);
+  for (int64_t i = 1; i <= 2 * n; i++) caches.emplace_back(arrays[i]);
   std::optional<Contiguous> sinks;
   if (int64_t(arrays.size()) > 2 * n + 2) sinks.emplace(arrays[2 * n + 1]);
   std::vector<toast_attention> calls;
@@ -107,14 +105,10 @@ mx::array attention_apart(Arrays inputs, std::vector<int> lengths, float scale, 
     check_sinks(*sinks, q);
     inputs.push_back(*sinks);
   }
-  const size_t rows = lengths.size();
   return lazy("ToastAttentionApart", shape, dtype, std::move(inputs),
               [scale, cap, lengths = std::move(lengths)](const Arrays &arrays) {
     compute_apart(arrays, lengths, scale, cap);
-  }, [rows](const Arrays &inputs, Arrays &outputs) {
-    allocate_by_position(inputs, outputs);
-    for (size_t i = 0; i < rows; i++) register_writer(&inputs[1 + 2 * i]);
-  });
+  }, allocate_reader);
 }
 
 void check_mask(const mx::array &mask, const mx::array &q, const mx::array &k) {

@@ -274,6 +274,17 @@ WriterGuard::~WriterGuard() {
   pending.done.notify_all();
 }
 
+void allocate_reader(const Arrays &inputs, Arrays &outputs) {
+  allocate_by_position(inputs, outputs);
+  for (size_t i = 1; i + 1 < inputs.size(); i += 2) register_writer(&inputs[i]);
+}
+
+std::deque<WriterGuard> reader_of(const Arrays &arrays, size_t rows) {
+  std::deque<WriterGuard> read;
+  for (size_t i = 1; i <= 2 * rows; i++) read.emplace_back(arrays[i]);
+  return read;
+}
+
 void write_heads(const mx::array &before, mx::array &cache, const toast_heads &heads,
                  int64_t first) {
   const bool holds = before.data_size() > 1 || before.size() == 1;

@@ -1,6 +1,8 @@
 // KV caches that a primitive updates in place.
 #pragma once
 
+#include <deque>
+
 #include "../kernels/rows.h"
 #include "arrays.h"
 
@@ -30,6 +32,11 @@ class WriterGuard {
  private:
   const mx::array &cache_;
 };
+
+// Allocates the output of an operation that reads the caches of several rows, its inputs from the
+// second on. Its work begins with reader_of them.
+void allocate_reader(const Arrays &inputs, Arrays &outputs);
+std::deque<WriterGuard> reader_of(const Arrays &arrays, size_t rows);
 
 // Writes new heads into a cache from position `first` on, after copying the cache before unless it
 // is the same buffer. A cache before that is one broadcast number is empty and not copied.

@@ -1,6 +1,7 @@
 // Multi-head latent attention: projections before and after it, and attention of a single position.
 #include "latent.h"
 
+#include "caches.h"
 #include "../kernels/sharing.h"
 
 #include <algorithm>
@@ -192,30 +193,33 @@ class CacheRows {
 
 }  // namespace
 
-void attend_to_latent(const Layer &layer, float *queries, int64_t batch, const mx::array &latent,
-                   const mx::array &keys, int64_t length, float *attended) {
-  const toast_layer &is = layer.is;
-  const int64_t heads = is.heads, rope = layer.size[2], wide = layer.size[0];
-  const auto scores = floats(batch * heads * length);
-  for (int64_t i = 0; i < batch * heads; i++)
-    for (int64_t k = is.latent; k < wide; k++) queries[i * wide + k] *= is.scale;
-  for (int64_t b = 0; b < batch; b++) {
-    const CacheRows rows(keys, b, length);
-    const toast_matrix matrix = {rows.data(), nullptr, nullptr, 1, length, rope, 0, 0, rows.type};
-    const toast_vectors last = {queries + b * heads * wide + is.latent, heads, wide, TOAST_F32};
-    need(toast_multiply(&matrix, &last, heads, nullptr, nullptr, layer.activation_bits,
-                        scores.get() + b * heads * length, TOAST_F32));
+void attend_to_latents(const LatentHeads &is, const float *queries,
+                       const std::vector<LatentRow> &rows, float *attended) {
+  const int64_t wide = is.latent + is.rope, n = int64_t(rows.size());
+  const auto last = floats(n * is.heads * is.rope);
+  for (int64_t i = 0; i < n * is.heads * is.rope; i++)
+    last[i] = queries[i / is.rope * wide + is.latent + i % is.rope] * is.scale;
+  std::vector<std::unique_ptr<float[]>> scores;
+  std::vector<toast_attention> calls;
+  std::vector<void *> outs;
+  for (int64_t i = 0; i < n; i++) {
+    const auto &[latent, keys, row, length] = rows[i];
+    const CacheRows own(*keys, row, length);
+    const toast_matrix matrix = {own.data(), nullptr, nullptr, 1, length, is.rope, 0, 0, own.type};
+    const toast_vectors x = {last.get() + i * is.heads * is.rope, is.heads, is.rope, TOAST_F32};
+    scores.push_back(floats(is.heads * length));
+    need(toast_multiply(&matrix, &x, is.heads, nullptr, nullptr, 0, scores[i].get(), TOAST_F32));
+    const toast_rows kept = {
+        latent->data<char>() + row * latent->strides(0) * int64_t(latent->itemsize()),
+        {latent->strides(0), latent->strides(1), latent->strides(2)}, cache_type(*latent)};
+    calls.push_back({{queries + i * is.heads * wide, {is.heads * wide, wide, wide}, TOAST_F32},
+                     kept, kept, 1, is.heads, 1, 1, length, is.latent, is.latent, is.scale,
+                     TOAST_ADDED, scores[i].get(), {is.heads * length, length, length}, TOAST_F32,
+                     nullptr, 0});
+    outs.push_back(attended + i * is.heads * is.latent);
   }
-  const toast_rows kept = {latent.data<char>(),
-                           {latent.strides(0), latent.strides(1), latent.strides(2)},
-                           cache_type(latent)};
-  const toast_attention call = {
-      {queries, {heads * wide, wide, heads * wide}, TOAST_F32}, kept, kept, batch, heads, 1, 1,
-      length, is.latent, is.latent, is.scale, TOAST_ADDED, scores.get(),
-      {heads * length, length, heads * length}, TOAST_F32, nullptr, 0,
-  };
-  const int64_t strides[3] = {heads * is.latent, is.latent, heads * is.latent};
-  need(toast_attend(&call, attended, strides, TOAST_F32));
+  const int64_t strides[3] = {is.heads * is.latent, is.latent, is.latent};
+  need(toast_attend_all(calls.data(), int32_t(n), outs.data(), strides, TOAST_F32));
 }
 
 void add_value_projection(Arrays &inputs, Layer &layer, const toast_operands &given) {
@@ -274,6 +278,33 @@ Arrays latent_projected(const mx::array &x, const mx::array *positions, int32_t 
   }, allocate_by_position, weights);
 }
 
+// inputs: queries, then the latent and the RoPE part of keys of each row.
+mx::array attention_apart(Arrays inputs, std::vector<int> lengths, float scale) {
+  const mx::array &q = inputs[0];
+  const int n = int(lengths.size());
+  check(q.ndim() == 4 && q.shape(0) == n && n && q.shape(2) == 1 && q.dtype() == mx::float32,
+        "not one query a row");
+  const auto size_of = [&](size_t i) { return head_size(inputs[i]); };
+  for (int i = 0; i < n; i++)
+    for (int at = 1 + 2 * i; at < 3 + 2 * i; at++)
+      check(inputs[at].ndim() == 4 && inputs[at].shape(0) == 1 && inputs[at].shape(1) == 1 &&
+                lengths[i] > 0 && lengths[i] <= inputs[at].shape(2) &&
+                size_of(at) == size_of(2 - at % 2),
+            "no latent of its own");
+  const LatentHeads is = {q.shape(1), size_of(1), size_of(2), scale};
+  check(is.latent > 0 && is.rope > 0 && is.latent + is.rope == q.shape(3), "other sizes");
+  return lazy("ToastLatentAttention", {n, q.shape(1), 1, int(is.latent)}, mx::float32,
+              std::move(inputs), [is, lengths = std::move(lengths)](const Arrays &arrays) {
+    const auto read = reader_of(arrays, lengths.size());
+    Contiguous queries(arrays[0]);
+    std::vector<LatentRow> rows;
+    for (size_t i = 0; i < lengths.size(); i++)
+      rows.push_back({&arrays[1 + 2 * i], &arrays[2 + 2 * i], 0, lengths[i]});
+    mx::array out = arrays.back();
+    attend_to_latents(is, queries.floats(), rows, out.data<float>());
+  }, allocate_reader);
+}
+
 }  // namespace
 }  // namespace toast
 
@@ -285,6 +316,17 @@ TOAST_API const char *toast_latent_array(void **outs, void *x, void *positions, 
                                          const toast_operands *given, const toast_layer *layer) {
   return set_arrays(outs, [&] {
     return toast::latent_projected(array_of(x), array_if(positions), position, {*layer}, *given);
+  });
+}
+
+// Sets `out`, an unshared array, to latent attention of n rows of one query each, not expanded, to
+// latents of their own. given: queries (n, heads, 1, latent + RoPE part) float32, then of each row
+// in turn the latent and the RoPE part of keys (1, 1, M, size). lengths: of each, the positions
+// that it attends to, from the first on. Lazy. Returns an error message or NULL.
+TOAST_API const char *toast_attend_latents_array(void *out, void **given, const int *lengths, int n,
+                                                 float scale) {
+  return set_array(out, [&] {
+    return toast::attention_apart(arrays_of(given, 2 * n + 1), {lengths, lengths + n}, scale);
   });
 }
 

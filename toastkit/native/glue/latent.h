@@ -37,11 +37,22 @@ void project_latent_heads(const Layer &layer, const Arrays &arrays, size_t &at, 
 // Size of a head of the attention output, before project_values.
 int attended_size(const Layer &layer);
 
-// Attention of one query position, not expanded. queries: (batch, heads, latent + RoPE part), which
-// are overwritten. latent, keys: caches of any strides, of which `length` positions are attended
-// to. attended: (batch, heads, latent).
-void attend_to_latent(const Layer &layer, float *queries, int64_t batch, const mx::array &latent,
-                   const mx::array &keys, int64_t length, float *attended);
+// Sizes of latent attention that is not expanded.
+struct LatentHeads {
+  int64_t heads, latent, rope;
+  float scale;
+};
+
+// A row of a batch in caches of any strides: the first `length` positions are attended to.
+struct LatentRow {
+  const mx::array *latent, *keys;
+  int64_t row, length;
+};
+
+// Attention of one query position of each row, not expanded. queries: (rows, heads, latent + RoPE
+// part). attended: (rows, heads, latent).
+void attend_to_latents(const LatentHeads &is, const float *queries,
+                       const std::vector<LatentRow> &rows, float *attended);
 
 // Appends the stack that projects the attended latent to values, if there is one.
 void add_value_projection(Arrays &inputs, Layer &layer, const toast_operands &given);

@@ -115,7 +115,11 @@ void attend_latent(const Layer &layer, const Arrays &arrays, size_t &at, const A
   const auto new_values = heads_of(v, batch, is.key_heads, length, value, true);
   write_heads(a.keys_before, keys, new_keys, a.span.first);
   write_heads(a.values_before, values, new_values, a.span.first);
-  if (!is.expanded) return attend_to_latent(layer, q, batch, keys, values, a.span.length, attended);
+  if (!is.expanded) {
+    std::vector<LatentRow> rows;
+    for (int64_t b = 0; b < batch; b++) rows.push_back({&keys, &values, b, a.span.length});
+    return attend_to_latents({is.heads, is.latent, value, is.scale}, q, rows, attended);
+  }
   const toast_attention call = {
       {q, {length * is.heads * query, query, is.heads * query}, TOAST_F32},
       rows_of(keys), rows_of(values), batch, is.heads, is.key_heads, length, a.span.length, query,

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from toastkit.native.batched_caches import owner_of
 from toastkit.native.forms.common import HEADS, Heads, KnownAttention
 from toastkit.native.kv_caches import MOST, SCALE_BYTES, kept_of
 from toastkit.native.library import NONE, Library, objects
@@ -54,6 +55,8 @@ def attend(
     """Attention of queries (B, heads, L, latent + RoPE part): float32 (B, heads, L, latent), lazy.
     latent, keys: (B, 1, M, size), as caches return them."""
     stored, size = kept_of(latent), latent.shape[-1]
+    if queries.shape[2] == 1 and (owner := owner_of(stored, kept_of(keys), mask)):
+        return owner.attend_latents(library, queries, scale)
     absorbed, rope_part = mx.split(queries, [size], axis=-1)
     if queries.shape[2] > 1 or (isinstance(mask, mx.array) and mask.dtype != mx.bool_):
         if stored.dtype == mx.int8:
