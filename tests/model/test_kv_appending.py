@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +15,7 @@ from mlx_lm.models import cache as mlx_caches
 from tests.model.test_mapped_state import commit, is_mapped, restored, rows, run
 from tests.native_library import built, cache, library, needed, operations_of
 from toastkit.native import kv_caches
-from toastkit.native.batched_caches import ApartKVCache, attend
+from toastkit.native.batched_caches import ApartKVCache, _gathered, attend, merged
 from toastkit.native.library import Library
 from toastkit.residency.memory import left_by_limits
 
@@ -177,6 +179,56 @@ def test_a_batch_attends_to_what_it_is_given(
     batch.update_and_fetch(keys[..., :1, :], values[..., :1, :])
     found.append(attend(library, queries, keys, values, 0.5, None))
     assert all(mx.array_equal(*pair).item() for pair in zip(found, wanted))
+
+
+def test_recurrent_states_of_a_batch_stay_where_they_are(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are added behind them, and move only into the places of others; what is left of the
+    memory goes back to the system. Small ones, and those that somebody else looks at, are copied,
+    and rows may come in any order."""
+    monkeypatch.setattr(IN_USE, library)
+    mx.random.seed(7)
+
+    def states(count: int) -> list:
+        made = [mlx_caches.ArraysCache(2) for _ in range(count)]
+        for one in made:
+            one.cache = [mx.random.normal((1, 2, 3)), mx.random.normal((1, 16, 256, 256))]
+            mx.eval(one.cache)
+        return made
+
+    def seen(change: Callable[[], Any]) -> int:
+        nonlocal wanted
+        change()
+        mx.eval(batch.cache)
+        for found, some in zip(batch.cache, zip(*wanted)):
+            assert np.array_equal(np.array(found), np.concatenate(some))
+        return pointer(batch.cache[1])
+
+    more, first = states(3), states(3)
+    wanted = [[np.array(x) for x in one.cache] for one in first]
+    batch = merged(first, False)
+    place = seen(lambda: None)
+    wanted += [[np.array(x) for x in one.cache] for one in more]
+    assert seen(lambda: batch.extend(merged(more, False))) == place
+    had = resident()
+    wanted = [wanted[i] for i in (0, 5)]
+    assert seen(lambda: batch.filter(mx.array([0, 5]))) == place
+    assert had - resident() > 3 * wanted[0][1].nbytes
+    wanted += [[np.array(x) for x in one.cache] for one in first]
+    assert seen(lambda: batch.extend(merged(first, False))) == place
+    held, before = batch.cache, [np.array(x) for x in batch.cache]
+    wanted = [wanted[i] for i in (0, 1, 4)]
+    assert seen(lambda: batch.filter(mx.array([0, 1, 4]))) != place
+    assert all(np.array_equal(np.array(x), y) for x, y in zip(held, before))
+    wanted = [wanted[i] for i in (1, 0, 0, 2)]
+    seen(lambda: batch.filter(mx.array([1, 0, 0, 2])))
+    assert operations_of(_gathered([0], batch.cache[0])) == ["ToastGather"]
+
+
+def resident() -> int:
+    """Bytes of the process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def pointer(array: mx.array) -> int:

@@ -60,6 +60,7 @@ class Batch:
         for state in states:
             state.cache = []  # in the batch from now on
         self.members += states
+        mx.eval(arrays_in(self.caches))  # what is evaluated is changed in place
 
     def leave(self, states: Sequence[ModelState]) -> None:
         """Remove states, giving them their own caches back."""
@@ -67,10 +68,15 @@ class Batch:
             row = self.members.index(state)
             state.cache = self._engine.counted(_extract_row(x, row) for x in self.caches)
             mx.eval(arrays_in(state.cache))
-        rest = [i for i, member in enumerate(self.members) if member not in states]
+        gone = [i for i, member in enumerate(self.members) if member in states]
+        rest = list(range(len(self.members)))
+        for row in reversed(gone):  # the last one takes its place: the others do not move
+            rest[row] = rest[-1]
+            rest.pop()
         if rest:
             for layer in self.caches:
                 layer.filter(mx.array(rest))
+            mx.eval(arrays_in(self.caches))
         else:
             self.caches = []
         self.members = [self.members[i] for i in rest]

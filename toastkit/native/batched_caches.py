@@ -1,6 +1,11 @@
-"""KV caches of states that step together, each in its own arrays: a state that joins or leaves a
-batch is not copied, and a short one is not padded to a long one. Native attention reads them where
-they are. Another attention gets them padded on the left, with a mask, as mlx_lm's batches are."""
+"""Caches of states that step together.
+
+KV caches stay in each state's own arrays: a state that joins or leaves a batch is not copied, and a
+short one is not padded to a long one. Native attention reads them where they are. Another attention
+gets them padded on the left, with a mask, as mlx_lm's batches are.
+
+Recurrent states are rows of one array with room for more: who joins or leaves is copied, the others
+stay where they are."""
 
 from __future__ import annotations
 
@@ -8,11 +13,13 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from copy import copy
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
 from toastkit.native.kv_caches import (
+    MODULE,
     as_kept,
     kept_of,
     leaves,
@@ -168,6 +175,49 @@ def owner_of(keys: mx.array, values: mx.array, mask: Any) -> ApartKVCache | None
     return owner if now and (mask is None or _remembered(_masks, mask) == lengths) else None
 
 
+class RecurrentRows:
+    """Base of mlx_lm's ArraysCache for a batch. cache: states (B, ...) of its rows, all of which
+    have read a token or more."""
+
+    cache: list[mx.array]
+
+    def extend(self, other: Any) -> None:
+        """Add another's rows."""
+        rows = range(len(self.cache[0]))
+        self.cache = [_gathered(rows, *pair) for pair in zip(self.cache, other.cache)]
+
+    def filter(self, kept: mx.array) -> None:
+        """Keep those rows of these indices, int32 (R,), alone."""
+        which: Any = kept.tolist()
+        self.cache = [_gathered(which, state) for state in self.cache]
+
+
+def _gathered(kept: Sequence[int], state: mx.array, *more: mx.array) -> mx.array:
+    """Some rows of a state (B, ...), then all of more of them: (R, ...) of its dtype, lazy."""
+    library, [out] = in_use(), unshared(state, 1)
+    if library is None:  # it was in use when they joined
+        return mx.concatenate([state[mx.array(list(kept), mx.uint32)], *more])
+    library.c.gather(out, objects(state, *more), 1 + len(more), _ints(kept), len(kept))
+    return out
+
+
+@cache
+def _in_rows(base: type) -> type:
+    """The class of rows of mlx_lm's ArraysCache, under its name: savepoints look for it."""
+    own = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (RecurrentRows, base), own)
+
+
+def _are_recurrent(layers: Sequence[Any]) -> bool:
+    """True if caches for one layer are mlx_lm's ArraysCache, all with states alike."""
+    cls: Any = type(layers[0])
+    if (cls.__module__, cls.__qualname__) != (MODULE, "ArraysCache") or in_use() is None:
+        return False
+    if not all(isinstance(x, mx.array) for layer in layers for x in layer.cache):
+        return False  # one has read nothing
+    return len({tuple((x.shape[1:], str(x.dtype)) for x in layer.cache) for layer in layers}) == 1
+
+
 def can_stay_apart(caches: Sequence[Any]) -> bool:
     """True if all that grows in a state's caches can stay in its own arrays."""
     usual = [usual_dtype(leaf) is not None for leaf in leaves(caches)]
@@ -184,10 +234,16 @@ def merged(layers: Sequence[Any], apart: bool) -> Any:
     if apart and hasattr(first, "caches"):
         parts = zip(*(layer.caches for layer in layers))
         return type(first)(*(merged(part, apart) for part in parts))
+    if _are_recurrent(layers):
+        cls: Any = type(first)
+        rows = _in_rows(cls)(len(first.cache))
+        one = range(len(first.cache[0]))
+        rows.cache = [_gathered(one, *states) for states in zip(*(x.cache for x in layers))]
+        return rows
     return type(first).merge(list(layers))
 
 
-def _ints(numbers: list[int]) -> ctypes.Array[ctypes.c_int]:
+def _ints(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int]:
     return (ctypes.c_int * len(numbers))(*numbers)
 
 

@@ -29,6 +29,7 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
     "fed": (array, array, *[pointer] * 3),
     "feed_forward": (array, array, pointer, integer, array, integer),
     "gate": (*[array] * 3, integer),
+    "gather": (array, pointer, integer, pointer, integer),
     "gated_delta": (pointer, array * 9, real),
     "kimi_layer": (pointer, *[array] * 5, *[pointer] * 4),
     "largest": (array, array),

@@ -161,8 +161,10 @@ bool is_sole_owner(const mx::array &a) {
 }
 
 bool reuse_or_allocate(const mx::array &input, mx::array &output) {
-  const bool may = input.is_donatable() && input.flags().row_contiguous &&
-                   input.shape() == output.shape() && input.dtype() == output.dtype();
+  const bool fits = input.flags().row_contiguous && input.shape() == output.shape() &&
+                    input.dtype() == output.dtype();
+  const bool may = fits && (input.is_donatable() ||
+                            (is_sole_owner(input) && bytes_to_grow_in(input)));
   if (may) {
     output.copy_shared_buffer(input);
   } else {

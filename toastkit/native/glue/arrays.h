@@ -80,15 +80,18 @@ bool is_sole_reference(const mx::array &a);
 // True if the array's buffer belongs to a region, see regions.cpp.
 bool is_in_region(const mx::array &a);
 
-// Allocates an output in a region of its own, in which it may grow to so many bytes: what is not
-// touched takes no memory. On huge pages, where the system has them. Returns false if the system
-// refuses.
-bool allocate_growing(mx::array &output, int64_t bytes, const mx::Strides &strides,
-                      mx::array::Flags flags);
+// Allocates a large output in a region of its own, in which it may grow to 256 MiB or eight times
+// its size: what is not touched takes no memory. On huge pages, where the system has them. Returns
+// false if it is not large, or if the system refuses.
+bool allocate_growing(mx::array &output, const mx::Strides &strides, mx::array::Flags flags);
 
 // Bytes that an array that was allocated so, or that a mapped session begins with, may grow to; 0
 // for another.
 int64_t bytes_to_grow_in(const mx::array &a);
+
+// Returns to the system the memory behind an array that was allocated so and has had `bytes` bytes
+// before.
+void release_behind(const mx::array &a, int64_t bytes);
 
 // Allocates the buffer of an output. Throws std::bad_alloc, where MLX would go on with NULL.
 inline auto memory_for(const mx::array &output) {
@@ -97,8 +100,9 @@ inline auto memory_for(const mx::array &output) {
   return memory;
 }
 
-// Donates the buffer of `input` to an output of the same shape and dtype if MLX may, otherwise
-// allocates one. Returns whether it was donated.
+// Donates the buffer of `input` to an output of the same shape and dtype if MLX may, or if it was
+// allocated to grow and nobody else holds it; otherwise allocates one. Returns whether it was
+// donated.
 bool reuse_or_allocate(const mx::array &input, mx::array &output);
 
 // Allocates outputs of shape (batch, heads, positions, size) in memory order (batch, positions,

@@ -33,9 +33,6 @@ bool is_by_position(const mx::array &cache) {
          cache.strides() == strides_by_position(cache);
 }
 
-constexpr int64_t LARGE = 4 << 20;  // bytes of a cache that has memory to grow in
-constexpr int64_t RESERVE = 256 << 20;  // bytes of addresses, or eight times its size
-
 // Registered writers by buffer. The last one leaves a count of 0, as MLX still holds the buffer for
 // a moment. Never destroyed: MLX's threads may outlive main.
 struct Writers {
@@ -81,10 +78,9 @@ void allocate_cache(const mx::array &before, mx::array &cache) {
       cache.copy_shared_buffer(before);
     return;
   }
-  const int64_t bytes = int64_t(cache.nbytes()), most = std::max(RESERVE, 8 * bytes);
   const auto by_position = strides_by_position(cache);
   const auto flags = flags_by_position(cache);
-  if (bytes >= LARGE && allocate_growing(cache, most, by_position, flags)) return;
+  if (allocate_growing(cache, by_position, flags)) return;
   if (ordered)
     cache.set_data(memory_for(cache), cache.size(), by_position, flags);
   else

@@ -1,6 +1,10 @@
 // The recurrences of kernels/recurrent.h as MLX primitives: gated delta rule, selective scans, WKV,
-// linear recurrence.
+// linear recurrence. And the rows of batches of their states.
 #include "recurrent.h"
+
+#include <string.h>
+
+#include <utility>
 
 #include "../kernels/rows.h"
 
@@ -124,6 +128,55 @@ mx::array linear(void **objects) {
   });
 }
 
+// Allocates the rows of a batch, see `gathered`, in the buffer of the first input if that may be.
+void allocate_rows(const Arrays &inputs, mx::array &out, bool forwards) {
+  const mx::array &x = inputs[0];
+  mx::Strides strides(out.ndim(), 1);
+  for (int axis = int(out.ndim()) - 2; axis >= 0; axis--)
+    strides[axis] = strides[axis + 1] * out.shape(axis + 1);
+  const mx::array::Flags flags = {true, true, out.size() <= 1};
+  if (forwards && x.flags().row_contiguous && bytes_to_grow_in(x) >= int64_t(out.nbytes()) &&
+      is_sole_owner(x))
+    out.copy_shared_buffer(x, strides, flags, out.size());
+  else if (!allocate_growing(out, strides, flags))
+    out.set_data(memory_for(out));
+}
+
+// The rows of inputs[0] that are kept, followed by all rows of the others.
+mx::array gathered(Arrays inputs, std::vector<int> kept) {
+  const mx::array &x = inputs[0];
+  check(x.ndim() > 1, "rows of no shape");
+  mx::Shape shape = x.shape();
+  shape[0] = int(kept.size());
+  bool forwards = true;  // no row is overwritten before it is read
+  for (int i = 0; i < int(kept.size()); i++) {
+    check(kept[i] >= 0 && kept[i] < x.shape(0), "a row that is not there");
+    forwards = forwards && kept[i] >= i;
+  }
+  for (size_t i = 1; i < inputs.size(); i++) {
+    mx::Shape one = inputs[i].shape();
+    check(one.size() == shape.size() && inputs[i].dtype() == x.dtype(), "other rows");
+    shape[0] += std::exchange(one[0], x.shape(0));
+    check(one == x.shape(), "rows of another shape");
+  }
+  const mx::Dtype dtype = x.dtype();
+  return lazy("ToastGather", std::move(shape), dtype, std::move(inputs),
+              [kept](const Arrays &arrays) {
+    const mx::array &x = arrays[0];
+    mx::array out = arrays.back();
+    const int64_t row = int64_t(out.nbytes()) / out.shape(0);
+    const Contiguous from(x);
+    char *to = out.data<char>();
+    for (size_t i = 0; i < kept.size(); i++, to += row)
+      if (to != from.data() + kept[i] * row) memcpy(to, from.data() + kept[i] * row, row);
+    if (from.data() == out.data<char>()) release_behind(out, int64_t(x.nbytes()));
+    for (size_t i = 1; i + 1 < arrays.size(); to += arrays[i++].nbytes())
+      memcpy(to, Contiguous(arrays[i]).data(), arrays[i].nbytes());
+  }, [forwards](const Arrays &inputs, Arrays &outputs) {
+    allocate_rows(inputs, outputs[0], forwards);
+  });
+}
+
 }  // namespace
 }  // namespace toast
 
@@ -141,6 +194,15 @@ TOAST_API const char *toast_scan_array(void **outs, void **objects, float least,
 
 TOAST_API const char *toast_wkv_array(void **outs, void **objects) {
   return set_arrays(outs, [&] { return toast::wkv(objects); });
+}
+
+// Rows of a batch. given: `count` arrays of rows alike. kept: n rows of the first one, to which
+// those of the others are added: in its own buffer, if nobody else holds it and no row moves back.
+TOAST_API const char *toast_gather_array(void *out, void **given, int count, const int *kept,
+                                         int n) {
+  return set_array(out, [&] {
+    return toast::gathered(arrays_of(given, count), {kept, kept + n});
+  });
 }
 
 TOAST_API const char *toast_linear_array(void *h, void **objects) {

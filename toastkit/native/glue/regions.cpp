@@ -10,6 +10,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <mutex>
@@ -22,6 +23,9 @@ namespace toast {
 namespace {
 
 const int64_t SYSTEM_PAGE = sysconf(_SC_PAGESIZE);
+
+constexpr int64_t LARGE = 4 << 20;  // bytes of an array that gets memory to grow in
+constexpr int64_t RESERVE = 256 << 20;  // bytes of addresses, or eight times its size
 
 // Half of the 65,530 mappings that Linux allows a process: allocators need some as well.
 constexpr int MAX_MAPS = 1 << 15;
@@ -168,10 +172,11 @@ mx::array array_over(const Held &hold, int64_t offset, const mx::Shape &shape, m
 
 bool is_in_region(const mx::array &a) { return a.size() && Region::has_array(a); }
 
-bool allocate_growing(mx::array &output, int64_t bytes, const mx::Strides &strides,
-                      mx::array::Flags flags) {
+bool allocate_growing(mx::array &output, const mx::Strides &strides, mx::array::Flags flags) {
+  const int64_t bytes = int64_t(output.nbytes());
+  if (bytes < LARGE) return false;
   try {
-    set_memory(output, Region::growing(bytes), 0, strides, flags);
+    set_memory(output, Region::growing(std::max(RESERVE, 8 * bytes)), 0, strides, flags);
     return true;
   } catch (int) {
     return false;
@@ -179,6 +184,13 @@ bool allocate_growing(mx::array &output, int64_t bytes, const mx::Strides &strid
 }
 
 int64_t bytes_to_grow_in(const mx::array &a) { return a.size() ? Region::room_of(a) : 0; }
+
+void release_behind(const mx::array &a, int64_t bytes) {
+  const uintptr_t start = reinterpret_cast<uintptr_t>(a.data<char>()), rest = SYSTEM_PAGE - 1;
+  const uintptr_t first = (start + a.nbytes() + rest) & ~rest;
+  if (first < start + bytes)
+    madvise(reinterpret_cast<void *>(first), start + bytes - first, MADV_DONTNEED);
+}
 
 }  // namespace toast
 
