@@ -267,10 +267,13 @@ def test_native_attention_reads_them_as_they_lie(
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
-    ("name", "bits"), [("llama", 16), ("llama", 8), ("qwen3_moe", 16), ("deepseek_v3", 8)]
+    ("name", "bits"),
+    [("llama", 16), ("llama", 8), ("qwen3_moe", 16), ("deepseek_v3", 8), ("gemma3_text", 8)],
 )
 def test_batches_are_each_alone(tmp_path: Path, name: str, bits: int, apart: bool) -> None:
     """To the bit, in and after a batch."""
+    if name == "gemma3_text" and not apart:
+        pytest.skip("windows lie in another order in mlx_lm's batches")
     engine = opened(tmp_path, name, bits)
     *_, (batch, alone) = batched_and_alone(engine, ((3, 20), (45,)), 4, apart)
     held = batch.caches[0].arrays if apart else keys_of(batch.caches)

@@ -1,8 +1,9 @@
 """Caches of states that step together.
 
-KV caches stay in each state's own arrays: a state that joins or leaves a batch is not copied, and a
-short one is not padded to a long one. Native attention reads them where they are. Another attention
-gets them padded on the left, with a mask, as mlx_lm's batches are.
+KV caches stay in each state's own arrays, rings of a sliding window among them: a state that joins
+or leaves a batch is not copied, and a short one is not padded to a long one. Native attention reads
+them where they are. Another attention gets them padded on the left, with a mask, as mlx_lm's
+batches are.
 
 Recurrent states are rows of one array with room for more: who joins or leaves is copied, the others
 stay where they are."""
@@ -23,12 +24,14 @@ from toastkit.native.kv_caches import (
     as_kept,
     kept_of,
     leaves,
+    place_in_ring,
+    rotating_dtype,
     usual_dtype,
     widened,
 )
 from toastkit.native.library import NONE, Library, in_use, objects, unshared
 
-BOUNDED = ("ArraysCache", "RotatingKVCache")  # caches of mlx_lm that stop growing: these are merged
+BOUNDED = ("ArraysCache", "RotatingKVCache")  # caches of mlx_lm that stop growing: may be merged
 
 # By the id of an array, while that lives: of keys, the batch's cache that returned it, with the
 # lengths and values then; of a mask, the lengths that it is made of.
@@ -47,9 +50,10 @@ class ApartKVCache:
         self.arrays: list[mx.array] = []
         self.lengths = [row.offset for row in rows]
         self.unread = 0
+        self._seen: list[int] = []  # positions of each that the last ones attend to
         self._rows = list(map(copy, rows))  # what else is in them
         for row in self._rows:
-            kept = usual_dtype(row)
+            kept = usual_dtype(row) or rotating_dtype(row)
             if kept is not None and row.keys.dtype != kept:  # of a session from elsewhere
                 row.keys, row.values = (as_kept(x, kept) for x in (row.keys, row.values))
             self.arrays += row.keys, row.values
@@ -78,15 +82,21 @@ class ApartKVCache:
         if library is None or keys.dtype != mx.float32:
             raise NotImplementedError("separate caches of another dtype, or without the library")
         made, given = unshared(keys, 2 * count), objects(*self.arrays, keys, values)
-        lengths = [length + new for length in self.lengths]
-        room = [-(-n // row.step) * row.step for n, row in zip(lengths, self._rows)]
-        library.c.append_apart(objects(*made), given, _ints(self.lengths), _ints(room), count)
-        self.arrays, self.lengths = made, lengths
+        firsts, self._seen, room = self._next(new)
+        library.c.append_apart(objects(*made), given, _ints(firsts), _ints(room), count)
+        self.arrays, self.lengths = made, [length + new for length in self.lengths]
         padded = unshared(keys, 2)
-        library.c.padded(objects(*padded), objects(*made), _ints(self.lengths), count)
+        library.c.padded(objects(*padded), objects(*made), _ints(self._seen), count)
         _remember(_owners, padded[0], (self, self.lengths, padded[1]))
         self.unread += 1
         return widened(padded[0], mx.float32), widened(padded[1], mx.float32)
+
+    def _next(self, new: int) -> tuple[list[int], list[int], list[int]]:
+        """Where so many positions of each go, how many they then attend to, and how many there is
+        to be room for."""
+        after = [length + new for length in self.lengths]
+        room = [-(-n // row.step) * row.step for n, row in zip(after, self._rows)]
+        return self.lengths, after, room
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -150,7 +160,61 @@ class ApartKVCache:
     def _given(self, queries: mx.array) -> tuple[Any, ...]:
         """Queries (B, heads, 1, size) and what they attend to, for the library."""
         self.unread -= 1
-        return objects(queries, *self.arrays), _ints(self.lengths), len(self.lengths)
+        return objects(queries, *self.arrays), _ints(self._seen), len(self._seen)
+
+
+class ApartRotatingKVCache(ApartKVCache):
+    """The same of mlx_lm's RotatingKVCache, each a ring of its own. One position a step."""
+
+    def __init__(self, rows: Sequence[Any]):
+        super().__init__(rows)
+        for i, row in enumerate(self._rows):
+            own = slice(2 * i, 2 * i + 2)
+            if (more := self.arrays[2 * i].shape[2] - row.max_size) > 0:  # a long prompt was read
+                self.arrays[own] = [row._trim(more, array) for array in self.arrays[own]]
+                row._idx = row.max_size
+
+    @property
+    def max_size(self) -> int:
+        """Positions of a ring."""
+        return self._rows[0].max_size
+
+    def size(self) -> int:
+        """Positions of the longest that are kept."""
+        return min(super().size(), self.max_size)
+
+    _idx = property(size)
+
+    def _next(self, new: int) -> tuple[list[int], list[int], list[int]]:
+        if new != 1:
+            raise NotImplementedError("rings that take one position a step")
+        _, after, room = super()._next(new)
+        firsts = [place_in_ring(row) for row in self._rows]
+        for row, first in zip(self._rows, firsts):
+            row._idx = first + 1
+        after, room = ([min(n, self.max_size) for n in some] for some in (after, room))
+        return firsts, after, room
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """Which positions the next one sees, bool (B, 1, 1, longest): those of its row."""
+        if N != 1 or (window_size or self.max_size) < self.max_size:
+            raise NotImplementedError("rings of which a part is seen, or several positions")
+        seen = [min(length + 1, self.max_size) for length in self.lengths]
+        padding = mx.array([max(seen) - n for n in seen]).reshape(-1, 1, 1, 1)
+        mask = mx.arange(max(seen)) >= padding
+        _remember(_masks, mask, [length + 1 for length in self.lengths])
+        return mask
+
+    def is_trimmable(self) -> bool:
+        return max(self.lengths) < self.max_size
+
+    def trim(self, n: int) -> int:
+        n = super().trim(n)
+        for row in self._rows:
+            row._idx -= n
+        return n
 
 
 def attend(
@@ -220,17 +284,24 @@ def _are_recurrent(layers: Sequence[Any]) -> bool:
 
 def can_stay_apart(caches: Sequence[Any]) -> bool:
     """True if all that grows in a state's caches can stay in its own arrays."""
-    usual = [usual_dtype(leaf) is not None for leaf in leaves(caches)]
+    apart = [_apart_of(leaf) is not None for leaf in leaves(caches)]
     bounded = [type(leaf).__name__ in BOUNDED for leaf in leaves(caches)]
-    return in_use() is not None and any(usual) and all(map(max, usual, bounded))
+    return in_use() is not None and any(apart) and all(map(max, apart, bounded))
+
+
+def _apart_of(layer: Any) -> type[ApartKVCache] | None:
+    """The class that keeps caches like this one apart."""
+    if usual_dtype(layer) is not None:
+        return ApartKVCache
+    return None if rotating_dtype(layer) is None else ApartRotatingKVCache
 
 
 def merged(layers: Sequence[Any], apart: bool) -> Any:
     """The cache of a batch from those of its states for one layer. apart: those that
     `can_stay_apart` do."""
     first = layers[0]
-    if apart and usual_dtype(first) is not None:
-        return ApartKVCache(layers)
+    if apart and (own := _apart_of(first)) is not None:
+        return own(layers)
     if apart and hasattr(first, "caches"):
         parts = zip(*(layer.caches for layer in layers))
         return type(first)(*(merged(part, apart) for part in parts))

@@ -233,6 +233,12 @@ def usual_dtype(layer: Any) -> mx.Dtype | None:
     return _usual(cls)
 
 
+def rotating_dtype(layer: Any) -> mx.Dtype | None:
+    """The same of mlx_lm's RotatingKVCache, if the source of its update is known."""
+    cls: Any = type(layer)
+    return _rotating(cls)
+
+
 @cache
 def _usual(cls: type) -> mx.Dtype | None:
     return _kept_by(cls) if (cls.__module__, cls.__qualname__) == (MODULE, "KVCache") else None
@@ -240,7 +246,6 @@ def _usual(cls: type) -> mx.Dtype | None:
 
 @cache
 def _rotating(cls: Any) -> mx.Dtype | None:
-    """The same of its RotatingKVCache, if the source of its update is known."""
     if (cls.__module__, cls.__qualname__) != (MODULE, "RotatingKVCache"):
         return None
     code = cls._update_in_place.__code__
