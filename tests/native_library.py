@@ -88,12 +88,12 @@ def native_path(cache: Path) -> Path:
     return path
 
 
-def operations_of(array: Any) -> list[str]:
-    """Names of the operations that an array of MLX has left to do."""
+def operations_of(*arrays: Any) -> list[str]:
+    """Names of the operations that arrays of MLX have left to do."""
     import mlx.core as mx
 
     with NamedTemporaryFile("r", suffix=".dot") as file:
-        mx.export_to_dot(file.name, array)
+        mx.export_to_dot(file.name, *arrays)
         return re.findall(r'label ="(\w+)", shape=rectangle', file.read())
 
 

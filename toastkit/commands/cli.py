@@ -30,8 +30,8 @@ from toastkit.errors import (
 from toastkit.text.terminal import shown
 
 # New objects before Python's garbage collector first runs. Its default of 700 finds no cycles in
-# what imports create, and costs a tenth of the start-up time.
-YOUNG_OBJECTS = 50_000
+# what imports and a model of 48 layers create, and costs a tenth of the start-up time.
+YOUNG_OBJECTS = 100_000
 SUMMARIES = {command.name: command.summary for command in COMMANDS}
 # Options with which a command writes no frames.
 AS_TEXT = {

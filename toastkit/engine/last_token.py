@@ -8,8 +8,6 @@ They must contain the same operations, all of them known to work row by row.
 
 from __future__ import annotations
 
-import io
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.streams import arrays_in
 from toastkit.model.supported import reads_on_host
 from toastkit.native.kv_caches import leaves
+from toastkit.native.library import in_use
 from toastkit.native.replacing import last_position_only
 from toastkit.store.skeleton import MISFITS
 
@@ -148,13 +147,14 @@ def _is_by_row(holdings: Holdings, heads: Sequence[Any]) -> bool:
 def _computed(holdings: Holdings, count: int) -> Counter[str] | None:
     """Count the operations in a pass over `count` tokens; None if one is not known to compute by
     rows, or if there are logits of more than one token."""
-    caches, text = holdings.new_caches(), io.StringIO()
+    library, caches = in_use(), holdings.new_caches()
     model: Any = holdings.store.model
     logits = model(mx.zeros((1, count), mx.uint32), cache=caches)
-    if logits.shape[1] != 1 or any(getattr(one, "offset", count) != count for one in caches):
+    if library is None or logits.shape[1] != 1:
+        return None
+    if any(getattr(one, "offset", count) != count for one in caches):
         return None  # some layer has not read all of them
-    mx.export_to_dot(text, logits, *arrays_in(caches))
-    found = Counter(re.findall(r'label ="([^"]*)", shape=rectangle', text.getvalue()))
+    found = library.operations([logits, *arrays_in(caches)])
     computing = Counter({name: n for name, n in found.items() if name not in MOVES})
     known = all(name in BY_ROW or name.startswith(OURS) for name in computing)
     return computing if known and found else None

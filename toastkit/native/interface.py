@@ -75,6 +75,7 @@ OTHERS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "instructions": (text, ()),
     "leave": (None, ()),
     "name_awaited": (None, (pointer, ctypes.c_uint32)),
+    "operation_names": (text, (pointer, integer)),
     "operations": (integer, (array,)),
     "region_close": (None, (pointer,)),
     "region_keep": (None, (pointer, integer)),

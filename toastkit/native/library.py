@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -64,6 +65,11 @@ class Library:
             return _call(self.c.memory, rows, columns, at, _object(old))
         except ValueError as error:
             raise error if old is not None else MemoryError(*error.args) from error
+
+    def operations(self, arrays: Sequence[mx.array]) -> Counter[str]:
+        """The operations that are left to do for arrays (...) of any dtype, by name, as MLX prints
+        them. Nothing is evaluated."""
+        return Counter(self.c.operation_names(objects(*arrays), len(arrays)).decode().split())
 
     def settle(self, array: mx.array) -> None:
         """Move an evaluated array (...) of any dtype and at least 1 MiB onto huge pages, if

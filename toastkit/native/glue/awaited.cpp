@@ -7,6 +7,7 @@
 
 #include <condition_variable>
 #include <mutex>
+#include <string>
 #include <unordered_set>
 
 #include "arrays.h"
@@ -64,6 +65,22 @@ class Elsewhere {
   cpu_set_t all_;
 };
 
+// Visits an output of each operation that must still be scheduled for arrays to be evaluated;
+// returns their number.
+template <class Visit>
+int count_operations(Arrays open, const Visit &visit) {
+  std::unordered_set<std::uintptr_t> seen;
+  while (!open.empty()) {
+    const mx::array one = std::move(open.back());
+    open.pop_back();
+    if (!one.has_primitive() || one.status() != mx::array::Status::unscheduled) continue;
+    if (!seen.insert(one.primitive_id()).second) continue;
+    visit(one);
+    open.insert(open.end(), one.inputs().begin(), one.inputs().end());
+  }
+  return int(seen.size());
+}
+
 }  // namespace
 }  // namespace toast
 
@@ -98,16 +115,19 @@ TOAST_API void toast_leave(void) { toast::leave(); }
 
 // The number of operations that must still be scheduled for an array to be evaluated.
 TOAST_API int toast_operations(void *x) {
-  std::unordered_set<std::uintptr_t> seen;
-  toast::Arrays open = {toast::array_of(x)};
-  while (!open.empty()) {
-    const mx::array one = std::move(open.back());
-    open.pop_back();
-    if (!one.has_primitive() || one.status() != mx::array::Status::unscheduled) continue;
-    if (!seen.insert(one.id()).second) continue;
-    open.insert(open.end(), one.inputs().begin(), one.inputs().end());
-  }
-  return int(seen.size());
+  return toast::count_operations({toast::array_of(x)}, [](const mx::array &) {});
+}
+
+// Their names for several arrays, one a line, as MLX prints them. Valid until the thread's next
+// call.
+TOAST_API const char *toast_operation_names(void **arrays, int n) {
+  static thread_local std::string names;
+  names.clear();
+  toast::count_operations(toast::arrays_of(arrays, n), [](const mx::array &one) {
+    names += one.primitive().name();
+    names += '\n';
+  });
+  return names.c_str();
 }
 
 // Adds `more` to MLX's count of unfinished tasks. Its eval blocks while there are many, which would
