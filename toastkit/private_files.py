@@ -267,8 +267,9 @@ def sync_directory(path: Path) -> None:
 
 
 def make_private_directories(path: str | os.PathLike[str]) -> None:
-    """Create the directory and its missing parents, all with mode 0700. Raises OSError."""
-    missing = []
+    """Create the directory and its missing parents, all with mode 0700. Raises OSError, with those
+    removed that it created."""
+    missing, made = [], []
     current = os.fspath(path)
     while current and not os.path.isdir(current):
         missing.append(current)
@@ -276,9 +277,14 @@ def make_private_directories(path: str | os.PathLike[str]) -> None:
     for directory in reversed(missing):
         try:
             os.mkdir(directory, 0o700)
-        except FileExistsError:
-            if not os.path.isdir(directory):
-                raise
+            made.append(directory)
+        except OSError as error:
+            if isinstance(error, FileExistsError) and os.path.isdir(directory):
+                continue
+            with suppress(OSError):
+                for one in reversed(made):
+                    os.rmdir(one)
+            raise
 
 
 def keep_text(path: Path, text: str, what: str) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from toastkit.base_directories import base_directory, own_directory
 from toastkit.daemon.spill import conversations_root
+from toastkit.errors import CannotCreateError
 from toastkit.gears import thresholds
 from toastkit.model.hub import hub_cache
 from toastkit.model.locate import models_home
 from toastkit.private_files import make_private_directories, not_private
 from toastkit.session.names import sessions_root
+from toastkit.session.upkeep import prepare
 
 
 def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +79,24 @@ def test_parents_are_private_whatever_the_umask(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
         make_private_directories(tmp_path / "file" / "below")
+
+
+def test_directories_that_the_umask_bars_go_again(tmp_path: Path, monkeypatch) -> None:
+    """Nothing can be made in the first, or read in the session's. Root may do either."""
+
+    def refused(*_: object) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    real = os.mkdir
+    once = iter((real, refused))
+    monkeypatch.setattr(os, "mkdir", lambda *rest: next(once)(*rest))
+    with pytest.raises(PermissionError):
+        make_private_directories(tmp_path / "a" / "b" / "c")
+    monkeypatch.setattr(os, "mkdir", real)
+    with monkeypatch.context() as patch, pytest.raises(CannotCreateError):
+        patch.setattr(os, "listdir", refused)
+        prepare(tmp_path / "s", create=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_cuda_kernels_are_kept_where_nobody_else_writes(tmp_path: Path, monkeypatch) -> None:

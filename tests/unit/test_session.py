@@ -393,3 +393,6 @@ def test_what_cannot_be_created_says_why(
     monkeypatch.setattr(os, "open", full)
     with pytest.raises(IOFailure, match="no space left on device"):
         Session.open(tmp_path / "s", MODEL)
+    with pytest.raises(IOFailure):
+        Session.create_ephemeral(MODEL)
+    assert not (tmp_path / "s").exists() and os.listdir(state_home) == []

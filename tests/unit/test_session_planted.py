@@ -174,7 +174,7 @@ def test_runs_that_lie_elsewhere(tmp_path: Path) -> None:
 
 def test_an_ephemeral_session_that_lies_elsewhere(state_home: Path, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
-    root = make_ephemeral().parent
+    root = make_ephemeral()[0].parent
     (root / ".ephemeral-0123456789abcdef").symlink_to(tmp_path / "outside")
     os.utime(root / ".ephemeral-0123456789abcdef", (0, 0), follow_symlinks=False)
     make_ephemeral()

@@ -68,8 +68,8 @@ class Session(LastCommit):
     def create_ephemeral(cls, fingerprint: str) -> Session:
         """Create a session under the sessions' root that is deleted on close; sweep away what
         killed processes have left of earlier ones. Raises CannotCreateError, IOFailure."""
-        path = make_ephemeral()
-        return cls.adopt(path, fingerprint, WriterLock.acquire(path))
+        path, lock = make_ephemeral()
+        return cls.adopt(path, fingerprint, lock)
 
     @classmethod
     def open(

@@ -43,6 +43,7 @@ def prepare(path: Path, create: bool) -> bool:
     Raises NoInputError if there is no session and none may be created, CannotCreateError.
     """
     name = display_name(path)
+    missing = False
     try:
         is_session = os.path.lexists(path / HEADER_FILE)
         if not create and not is_session:
@@ -59,6 +60,9 @@ def prepare(path: Path, create: bool) -> bool:
     except FileExistsError as error:
         raise CannotCreateError(f"cannot create session {name}: a file is in the way") from error
     except OSError as error:
+        if missing:  # and now ours, but the umask bars us from it
+            with suppress(OSError):
+                path.rmdir()
         raise from_os_error(error, f"cannot create session {name}", creating=True) from error
     return missing
 
@@ -72,14 +76,17 @@ def lock_prepared(path: Path, create: bool) -> tuple[WriterLock, bool]:
         made = prepare(path, create)
         try:
             return WriterLock.acquire(path), made or path.parent == sessions_root()
-        except CannotCreateError:
-            if os.path.lexists(path):
-                raise
-            # Another process made it, committed nothing, and has just removed it.
+        except ToastError as error:
+            if isinstance(error, CannotCreateError) and not os.path.lexists(path):
+                continue  # another process made it, committed nothing, and has just removed it
+            if made:
+                with suppress(OSError):  # another process has locked it
+                    path.rmdir()
+            raise
 
 
-def make_ephemeral() -> Path:
-    """Create an empty directory under the sessions' root with a name that users cannot choose.
+def make_ephemeral() -> tuple[Path, WriterLock]:
+    """Create and lock a directory under the sessions' root with a name that users cannot choose.
     Sweeps away what is left of earlier ones. Raises CannotCreateError, IOFailure."""
     root = sessions_root()
     try:
@@ -94,7 +101,11 @@ def make_ephemeral() -> Path:
         if isinstance(error, PermissionError):
             told.hint = "XDG_STATE_HOME says where sessions go"
         raise told from error
-    return path
+    try:
+        return path, WriterLock.acquire(path)
+    except ToastError:
+        path.rmdir()
+        raise
 
 
 def sweep_ephemeral(root: Path) -> None:
