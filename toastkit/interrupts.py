@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -120,3 +122,13 @@ class Signals(Interrupt):
         """Forget the noted signal: the next one is the first again."""
         self.signal = 0
         self.noted()
+
+
+def die_by_sigpipe() -> NoReturn:
+    """End this process as a closed pipe ends any Unix filter: silently, by SIGPIPE."""
+    if bars := sys.modules.get("tqdm.std"):
+        for bar in list(bars.tqdm._instances):
+            bar.close()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGPIPE)
+    os._exit(141)  # if SIGPIPE is blocked

@@ -110,7 +110,7 @@ def test_json_shows_errors_too(ask: Run) -> None:
 def test_extract(ask: Run, home: Path) -> None:
     text = "Here:\n```python\nprint(1)\n```\nand\n```\nmore\n```\n"
     with FakeDaemon(answer(text[:20], text[20:])) as daemon:
-        assert ask(daemon, "-x", "hi").stdout == b"print(1)\n"
+        assert ask(daemon, "-x", "hi", TOAST_JSON="1").stdout == b"print(1)\n"
     assert kept(home) == ["hi", text]
 
 

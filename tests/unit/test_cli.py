@@ -102,6 +102,17 @@ USAGE = [
     ("sample", ["--top-k", "-3"], "invalid top-k: -3"),
     ("sample", ["--min-p", "1.5"], "invalid min-p"),
     ("sample", ["--repetition-penalty", "0"], "invalid repetition-penalty"),
+    *(
+        (name, ["--xtc-threshold", "0.2", *more], "^--xtc-threshold needs --xtc-probability$")
+        for name, more in (
+            ("sample", []),
+            ("sample", ["--xtc-probability", "0"]),
+            ("decode", ["hi"]),
+            ("toast", ["hi"]),
+        )
+    ),
+    ("decode", ["--min-tokens-to-keep", "2", "hi"], "^--min-tokens-to-keep needs --min-p$"),
+    ("decode", ["--repeat-last-n", "9", "hi"], "^--repeat-last-n needs --repetition-penalty or --"),
     ("decode", ["-n", "0", "hi"], "0 is not in the range x>=1"),
     ("decode", ["--seed", "-1", "hi"], "-1 is not in the range"),
     ("decode", ["--logit-bias", "x", "hi"], "--logit-bias takes ID=B, not 'x'"),
@@ -123,6 +134,15 @@ USAGE = [
         for given in (["--messages", "-"], ["--each-line"])
         for name in ("tokenize", "decode")
     ),
+    *(
+        (name, [*given, "-"], said)
+        for given, said in (
+            (["--tools", "-"], "^the prompt and --tools cannot both be standard input"),
+            (["--messages", "-"], "^--messages is the whole conversation: no PROMPT"),
+            (["-"], "^- is standard input, which can be read only once"),
+        )
+        for name in ("tokenize", "decode")
+    ),
     ("decode", ["--session", "", "hi"], "invalid session name '': it is empty"),
     ("prefill", ["--session", ".x"], "invalid session name '.x'"),
     ("tokenize", ["--session", "-x", "hi"], "invalid session name '-x'"),
@@ -137,6 +157,7 @@ USAGE = [
     ("sample", ["extra"], "got unexpected extra argument"),
     ("feed", ["5"], "which run"),
     ("feed", ["--run", "x", "--session", "y", "5"], "exclude each other"),
+    ("feed", ["--run", "x", "--ignore-eos", "5"], "--ignore-eos is for what standard input holds"),
     ("decode", ["--require-hit", "hi"], "--require-hit needs"),
     ("decode", ["--top", "3", "hi"], "--top needs --json, which shows them"),
     ("decode", ["--json", "--no-newline", "hi"], "--no-newline is for text, not with --json"),
@@ -362,39 +383,3 @@ def test_numbers_are_digits(given: str, number: int | None) -> None:
             assert kind.convert(given, None, None) == read
     kinds = {type(option.type).__name__ for _, option in options()}
     assert not kinds & {"IntRange", "IntParamType", "FloatRange", "FloatParamType"}
-
-
-def test_variables_set_options(toast) -> None:
-    def count(*arguments: str, **env: str) -> subprocess.CompletedProcess:
-        return toast("tokenize", "--count", *arguments, "hi", env=env)
-
-    assert lines_of(count(TOAST_MODEL="nope"), "tokenize", 66)[0] == "no such model: nope"
-    assert count("-m", "crumb", TOAST_MODEL="nope").returncode == 0
-    assert int(count(TOAST_RAW="1").stdout) < int(count().stdout)
-    both = count(TOAST_RAW="1", TOAST_SYSTEM="x")
-    assert lines_of(both, "tokenize", 64)[0].startswith("--raw has no messages")
-    # One of the other way to run is no error: it is set for all commands at once.
-    done = toast("tokenize", "hi", env={"TOAST_MAX_TOKENS": "3", "TOAST_STEPS": "x"})
-    assert done.returncode == 0
-    done = toast("decode", stdin=dumps(RUN[0]), env={"TOAST_TEMPERATURE": "0.5", "TOAST_RAW": "1"})
-    assert lines_of(done, "decode", 65)[0].startswith("the stream names no session")
-
-
-@pytest.mark.parametrize(
-    ("command", "variable", "value", "message"),
-    [("decode hi", "NATIVE", b"on", "invalid value for 'TOAST_NATIVE': 'on' is not one of 'auto'"),
-     ("decode hi", "JSON", b"maybe", "invalid value for 'TOAST_JSON': 'maybe' is neither 1 nor 0"),
-     ("sample", "TEMP", b"abc", "invalid value for 'TOAST_TEMP': 'abc' is not a number"),
-     ("sample", "LOGIT_BIAS", b"x", "TOAST_LOGIT_BIAS takes ID=B, not 'x'"),
-     ("tokenize hi", "TEMPLATE_ARG", b"x", "TOAST_TEMPLATE_ARG takes NAME=VALUE, not 'x'"),
-     ("decode hi", "STOP", b"\xe9", "TOAST_STOP is not UTF-8: byte 0xe9 at offset 0"),
-     ("frames", "SLICE", b"x", "TOAST_SLICE takes A:B, not 'x'"),
-     ("model bake crumb", "OUTPUT", b"x", "TOAST_OUTPUT takes a name that ends in .toast")],
-)  # fmt: skip
-def test_a_bad_value_is_said_to_be_that_of_the_variable(
-    monkeypatch: pytest.MonkeyPatch, command: str, variable: str, value: bytes, message: str
-) -> None:
-    monkeypatch.setenv(f"TOAST_{variable}", os.fsdecode(value))
-    name, *arguments = command.split()
-    code = 65 if variable == "STOP" else 64
-    assert lines_of(here(name, *arguments), name, code)[0].startswith(message)

@@ -16,7 +16,7 @@ import click
 
 from toastkit import __version__
 from toastkit.commands import COMMANDS, program_name
-from toastkit.commands.completion import complete, files, script
+from toastkit.commands.completion import complete, files, script, variable
 from toastkit.commands.sizes import Switch, switched_on
 from toastkit.errors import (
     IOFailure,
@@ -27,6 +27,7 @@ from toastkit.errors import (
     did_you_mean,
     from_os_error,
 )
+from toastkit.interrupts import die_by_sigpipe
 from toastkit.text.terminal import shown
 
 # New objects before Python's garbage collector first runs. Its default of 700 finds no cycles in
@@ -159,13 +160,8 @@ def _show_page(context: click.Context, parameter: click.Parameter, value: bool) 
 def _show_completion(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
     if value and not context.resilient_parsing:
         name = program(context)
-        click.echo(script(context.command, name, _completes(name), value))
+        click.echo(script(context.command, name, value))
         context.exit()
-
-
-def _completes(name: str) -> str:
-    """The environment variable by which a shell asks a command for completions."""
-    return f"_{name}_complete".replace("-", "_").upper()
 
 
 def given(*names: str) -> list[str]:
@@ -192,6 +188,20 @@ def refuse_together(reason: str, *names: str) -> None:
     """Raise UsageError if one of the parameters was given on the command line."""
     if wrong := given(*names):
         raise UsageError(f"{wrong[0]} {reason}")
+
+
+def typed_wins(flags: dict[str, Any], name: str, *others: str) -> None:
+    """Unset what variables set where an option that excludes it was typed. name: of the parameter
+    that excludes each of the others."""
+    losers = others if given(name) else (name,) if given(*others) else ()
+    if not losers:
+        return
+    context = click.get_current_context()
+    for option in (one for one in context.command.params if one.name in losers):
+        if context.get_parameter_source(option.name) is click.core.ParameterSource.ENVIRONMENT:
+            default = option.get_default(context)
+            none = () if option.multiple else None
+            flags[option.name] = default if isinstance(default, (str, int)) else none
 
 
 def say(line: str) -> None:
@@ -305,8 +315,8 @@ def _place(error: OSError) -> str:
 
 def _invoke(entry: click.Command, name: str) -> int:
     """As click's own main, without its handling of closed pipes and exit codes."""
-    if instruction := os.environ.get(_completes(name)):
-        return complete(entry, name, _completes(name), instruction)
+    if instruction := os.environ.get(variable(name)):
+        return complete(entry, name, instruction)
     with entry.make_context(name, sys.argv[1:]) as context:
         return entry.invoke(context)
 
@@ -388,13 +398,3 @@ def _misuse(error: click.ClickException, name: str) -> UsageError:
     text = text[:1].lower() + text[1:] if text[1:2].islower() else text
     asked = f"{context.command_path if context is not None else name} --help"
     return UsageError(text, hint=f"did you mean {near[0]}? or see {asked}" if near else asked)
-
-
-def die_by_sigpipe() -> NoReturn:
-    """End this process as a closed pipe ends any Unix filter: silently, by SIGPIPE."""
-    if bars := sys.modules.get("tqdm.std"):
-        for bar in list(bars.tqdm._instances):
-            bar.close()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGPIPE)
-    os._exit(141)  # if SIGPIPE is blocked

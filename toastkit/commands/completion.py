@@ -90,22 +90,27 @@ complete --no-files --command %(prog_name)s --arguments "(%(complete_func)s)"
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
-def script(command: click.Command, name: str, variable: str, shell: str) -> str:
-    """The script for a shell to evaluate. variable: asks a command for completions."""
+def variable(name: str) -> str:
+    """The environment variable by which a shell asks a command for completions."""
+    return f"_{name}_complete".replace("-", "_").upper()
+
+
+def script(command: click.Command, name: str, shell: str) -> str:
+    """The script for a shell to evaluate."""
     from click.shell_completion import get_completion_class
 
     kind = get_completion_class(shell)
     assert kind is not None  # click knows the three that --completion accepts
-    asked = kind(command, {}, name, variable)
+    asked = kind(command, {}, name, variable(name))
     return SCRIPTS[shell] % asked.source_vars()
 
 
-def complete(command: click.Command, name: str, variable: str, instruction: str) -> int:
+def complete(command: click.Command, name: str, instruction: str) -> int:
     """Answer a shell; return the exit code. An incomplete command line is no error."""
     from click.shell_completion import shell_complete
 
     try:
-        return shell_complete(command, {}, name, variable, instruction)
+        return shell_complete(command, {}, name, variable(name), instruction)
     except (click.ClickException, ToastError, LookupError, ValueError):
         return 1
 

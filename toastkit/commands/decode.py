@@ -49,6 +49,9 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 @options.engine
 @options.no_daemon
 def decode(prompt: tuple[str, ...], **flags) -> int:
+    options.settle_prompting(flags)
+    cli.typed_wins(flags, "as_json", "no_newline")
+    cli.typed_wins(flags, "greedy", "force")
     policy_flags.reject_unused(flags)
     first = _first_byte(prompt, flags)
     if starts_frames(first):
@@ -138,7 +141,9 @@ def _answer(prompt: tuple[str, ...], flags: dict[str, Any], first: bytes) -> int
     tokenizer = prompt_tokenizer(flags, later=True)
     outcome = Outcome()
     put = JsonWriter() if flags["as_json"] else TextWriter(not flags["no_newline"])
-    chain = options.sampling_options(flags, sampling_defaults(tokenizer.files), None)
+    defaults = sampling_defaults(tokenizer.files)
+    options.refuse_idle(flags, defaults)
+    chain = options.sampling_options(flags, defaults, None)
     chain.validate(tokenizer.vocab)
     # Opened before the tokenizer is read: another thread prefaults its pages meanwhile.
     engine, here = _open(tokenizer, flags, signals)

@@ -30,6 +30,7 @@ def detokenize(**flags) -> int:
     from toastkit.text.tokenizer import Tokenizer
     from toastkit.threads import never_interrupt
 
+    cli.typed_wins(flags, "as_frames", "no_newline")
     if flags["as_frames"]:
         cli.refuse_together("is for text, not with --frames", "no_newline")
     never_interrupt()  # decode and sample: text waits more easily than tokens

@@ -22,12 +22,15 @@ from toastkit.frames import starts_frames
 @click.option("--end", is_flag=True, help="End the run after the last ID.")
 @click.option("--ignore-eos", is_flag=True, help="Do not end the run at an end-of-turn token.")
 def feed(ids: tuple[int, ...], **flags) -> int:
+    cli.typed_wins(flags, "run", "session")
     if flags["run"] is not None and flags["session"] is not None:
-        raise UsageError("--run and --session exclude each other")
+        said = f"{cli.spelled('run')} and {cli.spelled('session')}"
+        raise UsageError(f"{said} exclude each other")
     sends = bool(ids or flags["end"])
     try:
         path = flags["run"] or (flags["session"] and _run_of(flags["session"]))
         if sends:
+            cli.refuse_together("is for what standard input holds", "ignore_eos")
             return _send(ids, path, flags["end"])
     except ToastError as error:
         error.sent = sends  # there is no stream on stdout to end

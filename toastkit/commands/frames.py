@@ -44,8 +44,11 @@ from toastkit.text.terminal import shown
 )
 @options.inline
 def frames(**flags) -> int:
+    others = ("stat", "as_json", "kinds", "span", "inline")
+    cli.typed_wins(flags, "validate", *others)
+    cli.typed_wins(flags, "stat", "arrays", "top")
+    cli.typed_wins(flags, "arrays", "top")
     if flags["validate"]:
-        others = ("stat", "as_json", "kinds", "span", "inline")
         cli.refuse_together("does not go with --validate, which looks at all", *others)
     if not flags["as_json"] or flags["stat"]:
         cli.refuse_together("is for --json", "arrays", "top")

@@ -59,6 +59,7 @@ def list_command(**flags) -> int:
     "--device", is_flag=True, allow_from_autoenv=False, help="Say what computes here instead."
 )
 def info(name: str, **flags) -> int:
+    cli.typed_wins(flags, "supported", "device", "name")
     if flags["supported"] and flags["device"]:
         raise UsageError("--supported and --device exclude each other")
     for instead, tell in (("supported", _supported), ("device", _device)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -227,6 +227,15 @@ prompting = together(
     click.option("--truncate", is_flag=True, help="Cut the beginning of too long a prompt off."),
     click.option("--each-line", is_flag=True, help="Each line of stdin is a prompt of its own."),
 )  # fmt: skip
+
+
+def settle_prompting(flags: dict[str, Any]) -> None:
+    """Of these options, and the prompt, let what is typed win over variables that exclude it."""
+    template = ("tools", "template_arg", "no_generation_prompt")
+    cli.typed_wins(flags, "raw", "system", "messages", *template)
+    cli.typed_wins(flags, "messages", "prompt", "system", "each_line")
+
+
 sampling = together(
     defaulted("--temp", "--temperature", "temperature", type=Float(),
               metavar="T", default=0, source=CHECKPOINT,
@@ -269,6 +278,27 @@ SAMPLING_NAMES = (
     "xtc_threshold", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "penalty_context",
 )  # fmt: skip
+
+# Each has an effect only where one of the others is on.
+NEEDS = {
+    "xtc_threshold": ("xtc_probability",), "min_tokens_to_keep": ("min_p",),
+    "penalty_context": ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+}  # fmt: skip
+
+
+def refuse_idle(
+    flags: dict[str, Any], defaults: dict[str, Any], names: Iterable[str] = tuple(NEEDS)
+) -> None:
+    """Raise UsageError for one of these sampling options that was typed and has no effect.
+    defaults: the checkpoint's settings."""
+    for name in filter(cli.given, names):
+        from toastkit.sampling.sampling_options import SamplingOptions
+
+        off = SamplingOptions._field_defaults
+        values = {need: flags[need] for need in NEEDS[name] if flags[need] is not None}
+        if all({**off, **defaults, **values}[need] == off[need] for need in NEEDS[name]):
+            wanted = " or ".join(f"--{need.replace('_', '-')}" for need in NEEDS[name])
+            raise UsageError(f"{cli.spelled(name)} needs {wanted}")
 
 
 def sampling_options(flags: dict[str, Any], defaults: dict[str, Any], seed: int | None):

@@ -82,6 +82,10 @@ def perplexity(files: tuple[str, ...], **flags) -> int:
 
 def _check(flags: dict[str, Any]) -> None:
     """Raise UsageError for options without effect, or that make no sense."""
+    if flags["gear"] == "auto":
+        cli.typed_wins(flags, "gear", "chunk")
+    if flags["experts"] is not None and flags["experts"].mode == "mobile":
+        cli.typed_wins(flags, "experts", "chunk")
     policy_flags.reject_unused(flags)
     if flags["experts"] is not None and flags["experts"].mode == "mobile":
         cli.refuse_together("and --experts mobile exclude each other", "chunk")

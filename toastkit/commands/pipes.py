@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
-from toastkit.commands.cli import die_by_sigpipe, print_error, program
+from toastkit.commands.cli import print_error, program
 from toastkit.descriptors import GONE
 from toastkit.errors import (
     FrameError,
@@ -21,7 +21,7 @@ from toastkit.errors import (
     from_os_error,
 )
 from toastkit.frames import End, Error, Frame, FrameReader, FrameWriter, Head, Token, starts_frames
-from toastkit.interrupts import Signals
+from toastkit.interrupts import Signals, die_by_sigpipe
 from toastkit.stages.streams import BEGIN
 
 INPUT = [(0, select.POLLIN)]  # nothing but input

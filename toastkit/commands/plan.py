@@ -48,6 +48,7 @@ def plan(name: str, **flags) -> int:
     from toastkit.model.locate import find
     from toastkit.text.terminal import shown
 
+    cli.typed_wins(flags, "calibrate", "no_calibration")
     if flags["calibrate"] and flags["no_calibration"]:
         raise UsageError("--calibrate and --no-calibration exclude each other")
     GearOptions(scope=flags["gear_scope"], bits=flags["gear_bits"])  # validates before reading

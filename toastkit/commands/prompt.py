@@ -27,11 +27,6 @@ def prompt_tokenizer(flags: dict[str, Any], later: bool = False) -> PromptTokeni
     demand."""
     from toastkit.model.config import load_config
 
-    if flags["raw"] and (flags["template_arg"] or flags["tools"] is not None):
-        raise UsageError("--raw has no template: leave --template-arg and --tools out")
-    if flags["raw"] and flags["no_generation_prompt"]:
-        raise UsageError("--raw opens no turn: leave --no-generation-prompt out")
-    _check_stdin(flags)
     files = checkpoint(flags)
     options = PromptOptions(
         raw=flags["raw"],
@@ -55,13 +50,21 @@ def prompts(words: tuple[str, ...], flags: dict[str, Any], first: bytes = b"") -
     """The prompts that the flags and the words ask for.
 
     words: the arguments; "-" among them means stdin even if it would not be read otherwise. first:
-    bytes of stdin that were read already. Piped text goes before the words.
+    bytes of stdin that were read already. Piped text goes before the words. Raises UsageError for
+    what makes no sense together, before anything is read.
     """
+    _check(words, flags)
+    piped = flags["messages"] is None and holds_prompt(words, flags["tools"])
+    return _read(words, flags, first, piped)
+
+
+def _read(
+    words: tuple[str, ...], flags: dict[str, Any], first: bytes, piped: bool
+) -> Iterator[Prompt]:
+    """The prompts. piped: stdin holds one."""
     argument = " ".join(word for word in words if word != "-")
-    if flags["raw"] and (flags["system"] is not None or flags["messages"] is not None):
-        raise UsageError("--raw has no messages: leave --system and --messages out")
     if flags["messages"] is not None:
-        yield _conversation(argument, flags)
+        yield _conversation(flags)
     elif flags["each_line"]:
         found = False
         for number, line in enumerate(stdin_lines(first), 1):
@@ -73,7 +76,6 @@ def prompts(words: tuple[str, ...], flags: dict[str, Any], first: bytes = b"") -
         if not found:
             raise DataError("no prompts: --each-line found no line on stdin that is not empty")
     else:
-        piped = first or holds_prompt(words, flags["tools"])
         text = text_of(first + read_stdin()) if piped else ""
         alone = flags["system"] is not None and flags["no_generation_prompt"]
         empty = not (text if flags["raw"] else text.strip("\n"))
@@ -84,18 +86,24 @@ def prompts(words: tuple[str, ...], flags: dict[str, Any], first: bytes = b"") -
         yield _prompt(text, argument, flags)
 
 
-def _conversation(argument: str, flags: dict[str, Any]) -> Prompt:
+def _conversation(flags: dict[str, Any]) -> Prompt:
     from toastkit.text.messages import load_messages
 
-    if argument or flags["system"] is not None or flags["each_line"]:
-        raise UsageError("--messages is the whole conversation: no PROMPT, --system, --each-line")
-    _check_stdin(flags)
     data = read_input(flags["messages"], "messages", MAX_JSON_BYTES)
     return Prompt(messages=load_messages(data))
 
 
-def _check_stdin(flags: dict[str, Any]) -> None:
-    """Refuse stdin for two things: either may be read first."""
+def _check(words: tuple[str, ...], flags: dict[str, Any]) -> None:
+    """Raise UsageError for what makes no sense together, stdin for two things included."""
+    if flags["raw"] and (flags["system"] is not None or flags["messages"] is not None):
+        raise UsageError("--raw has no messages: leave --system and --messages out")
+    if flags["raw"] and (flags["template_arg"] or flags["tools"] is not None):
+        raise UsageError("--raw has no template: leave --template-arg and --tools out")
+    if flags["raw"] and flags["no_generation_prompt"]:
+        raise UsageError("--raw opens no turn: leave --no-generation-prompt out")
+    whole = flags["messages"] is not None
+    if whole and (words or flags["system"] is not None or flags["each_line"]):
+        raise UsageError("--messages is the whole conversation: no PROMPT, --system, --each-line")
     if flags["tools"] == "-" and (flags["messages"] == "-" or flags["each_line"]):
         other = "--each-line" if flags["each_line"] else "--messages"
         raise UsageError(f"{other} and --tools cannot both be standard input")

@@ -27,11 +27,14 @@ def sample(**flags) -> int:
     def sampler_for(head: Head) -> tuple[Any, DrawOptions]:
         from toastkit.sampling.host import HostSampler
 
-        chain = options.sampling_options(flags, _defaults(head), _seed(head))
+        defaults = _defaults(head)
+        options.refuse_idle(flags, defaults)
+        chain = options.sampling_options(flags, defaults, _seed(head))
         draw = DrawOptions(chain, flags["top"], flags["max_tokens"], flags["ignore_eos"])
         return HostSampler(chain, head.vocab, _xtc_special_ids(chain, head)), draw
 
     options.sampling_options(flags, {}, 0)  # refuse bad values before the first frame
+    options.refuse_idle(flags, {}, ("xtc_threshold",))
     feed = PipeFeed(send=not flags["no_feed"])
     return run_filter(lambda frames, signals: _ending(stage(frames, sampler_for, feed), feed))
 

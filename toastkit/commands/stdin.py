@@ -27,8 +27,10 @@ def stdin_has_text() -> bool:
 
 def holds_prompt(words: Sequence[str], tools: str | None) -> bool:
     """True if stdin is read for the prompt: it has text, or "-" is among the prompt's words, and
-    --tools does not name it. Raises UsageError where both do."""
+    --tools does not name it. Raises UsageError where both do, or the words do twice."""
     asked = "-" in words
+    if words.count("-") > 1:
+        raise UsageError("- is standard input, which can be read only once")
     if tools == "-" and asked:
         raise UsageError("the prompt and --tools cannot both be standard input")
     return asked or (tools != "-" and stdin_has_text())

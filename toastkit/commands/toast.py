@@ -87,11 +87,15 @@ def toast(prompt: tuple[str, ...], **flags) -> int:
 
 def _check(flags: dict[str, Any]) -> None:
     """Raise UsageError for flags that make no sense together."""
+    cli.typed_wins(flags, "extract", "chat", "as_json")
+    cli.typed_wins(flags, "no_daemon", "socket")
+    cli.typed_wins(flags, "quiet", "usage")
     if not flags["as_json"]:
         cli.refuse_together("needs --json, which shows them", "top")
-    if flags["extract"] and (other := cli.given("chat", "as_json")):
-        said = f"{cli.spelled('extract')} is for one answer as text"
-        raise UsageError(f"{said}, not with {other[0]}")
+    for other in ("chat", "as_json"):
+        if flags["extract"] and flags[other]:
+            said = f"{cli.spelled('extract')} is for one answer as text"
+            raise UsageError(f"{said}, not with {cli.spelled(other)}")
     if flags["chat"] and flags["tools"] == "-":
         raise UsageError("--chat and --tools cannot both be standard input")
     if flags["no_daemon"]:
@@ -105,6 +109,7 @@ def _check(flags: dict[str, Any]) -> None:
 
 def _request_options(flags: dict[str, Any]) -> dict[str, Any]:
     """Options set by flags, as in toasted(7); the others are left to the checkpoint."""
+    options.refuse_idle(flags, {}, ("xtc_threshold",))  # the checkpoint may set the others' needs
     names = (*options.SAMPLING_NAMES, "seed", "max_tokens")
     values = {name: flags[name] for name in names if flags[name] is not None}
     more = {

@@ -107,6 +107,7 @@ def toasted(action: str | None, **flags) -> int:
         return _act(action, flags)
     cli.refuse_together(f"needs an action: {', '.join(ACTIONS)}", "as_json")
     policy_flags.reject_unused(flags)
+    cli.typed_wins(flags, "no_audit", "audit", "audit_text")
     if len(cli.given("audit", "no_audit")) > 1:
         raise UsageError("--audit and --no-audit exclude each other")
     if flags["no_audit"]:

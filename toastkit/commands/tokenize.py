@@ -27,14 +27,18 @@ def tokenize(prompt: tuple[str, ...], **flags) -> int:
     from toastkit.commands.prompt import prompt_tokenizer, prompts
     from toastkit.stages.tokenize import at
 
+    options.settle_prompting(flags)
+    cli.typed_wins(flags, "count", "template_only")
     if flags["count"] and flags["template_only"]:
-        raise UsageError("--count and --template-only exclude each other")
+        said = f"{cli.spelled('count')} and {cli.spelled('template_only')}"
+        raise UsageError(f"{said} exclude each other")
     if not flags["truncate"]:
         cli.refuse_together("is only for --truncate here", "max_tokens")
     if not (flags["count"] or flags["template_only"]):
         return _frames(prompt, flags)
+    wanted = prompts(prompt, flags)
     tokenizer = prompt_tokenizer(flags)
-    for one in prompts(prompt, flags):
+    for one in wanted:
         if flags["count"]:
             print(len(tokenizer.encode(one)), flush=True)
         else:
