@@ -13,7 +13,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -22,11 +22,13 @@ from hypothesis import strategies as st
 
 from tests.conftest import executable
 from tests.forked import start
+from tests.terminals import Terminal as Session
 from toastkit.commands import program_name, progress
 from toastkit.commands.cli import print_error, say
 from toastkit.commands.progress import ProgressBar
 from toastkit.errors import DataError
 from toastkit.frames import End, Error, FrameReader, Head, Token, Unknown, dumps
+from toastkit.session.feed import FeedReader
 from toastkit.text.terminal import harmless, shown
 
 COLUMNS = 30
@@ -272,7 +274,7 @@ def test_text_goes_to_a_terminal_as_ever(terminal: Terminal, tmp_path: Path) -> 
     assert code == 0 and text.count('"k"') == 3
 
 
-READERS = [("prefill", []), ("entropy-gear", []), ("sample", []), ("detokenize", []),
+READERS = [("prefill", []), ("feed", []), ("entropy-gear", []), ("sample", []), ("detokenize", []),
            ("frames", []), ("frames", ["--stat"]), ("frames", ["--json"])]  # fmt: skip
 
 
@@ -284,6 +286,18 @@ def test_frames_are_not_read_from_a_terminal(
     first, hint = text.splitlines()
     assert (code, first) == (64, f"{program_name(name)}: frames are not read from a terminal")
     assert "toast-tokenize" in hint
+
+
+def test_ids_are_typed_to_a_run_that_is_named(tmp_path: Path) -> None:
+    """Nothing of them is written, so that standard output may be the terminal, too."""
+    os.mkfifo(tmp_path / "feed", 0o600)
+    feed = FeedReader(tmp_path / "feed")
+    for typed, sent in (("", []), ("5 6\n", [5, 6])):
+        with closing(Session(executable("feed"), "--run", str(tmp_path))) as session:
+            session.expect("toast-feed: reading token ids from the terminal, up to Ctrl-D")
+            assert session.end(f"{typed}\x04") == 0
+        assert [message.id for message in feed.read_available()] == [*sent, None]
+    feed.close()
 
 
 @pytest.mark.parametrize(("stdin", "hint"), [(b"hi\n", "toast-tokenize"), (b"{}\n", "--from-json")])

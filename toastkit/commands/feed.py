@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+from typing import Any
 
 import click
 
@@ -35,6 +37,14 @@ def feed(ids: tuple[int, ...], **flags) -> int:
     except ToastError as error:
         error.sent = sends  # there is no stream on stdout to end
         raise
+    if os.isatty(0):
+        if path is None:
+            from toastkit.stages.streams import BEGIN
+
+            hint = f"{BEGIN}; for ids give --run or --session"
+            raise UsageError("frames are not read from a terminal", hint=hint)
+        if not flags["quiet"]:
+            cli.say("reading token ids from the terminal, up to Ctrl-D")
     return _follow(path, flags["ignore_eos"])
 
 
@@ -86,11 +96,12 @@ def _follow(path: str | None, ignore_eos: bool) -> int:
         pass
     if starts_frames(first):
         return run_filter(lambda frames, signals: feed_tokens(frames, path, ignore_eos), first)
-    source = WatchedInput(first)
+    source: Any = WatchedInput(first) if first else io.BytesIO()  # a terminal ends more than once
     frames = json_frames(source) if first == b"{" else bare_ids(source)
     if first != b"{" and path is None:
         raise UsageError("which run? give --run or --session, or let a head frame name it")
-    return run_filter(lambda _, signals: feed_tokens(frames, path, ignore_eos))
+    write = (lambda frame: None) if first != b"{" and os.isatty(1) else None  # ids have no head
+    return run_filter(lambda _, signals: feed_tokens(frames, path, ignore_eos), write=write)
 
 
 def main() -> None:
