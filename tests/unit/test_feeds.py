@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +13,9 @@ import pytest
 from hand_made import EOS, answer, draw, drawn, head, kinds, step
 
 from tests.conftest import Toast
-from toastkit.errors import DataError
+from toastkit.errors import DataError, NoInputError
 from toastkit.frames import End, Frame, Head, Token, Tokens, pack_ids
-from toastkit.session.feed import FeedMessage, FeedReader
+from toastkit.session.feed import OPEN_SECONDS, FeedMessage, FeedReader, FeedWriter
 from toastkit.session.run import RunDirectory, feed_of
 from toastkit.stages.feed import bare_ids, feed_tokens
 from toastkit.stages.run.pipe_feed import PipeFeed
@@ -137,3 +139,42 @@ def test_toast_feed_finds_the_one_run_of_a_session(toast: Toast, tmp_path: Path)
     assert done.returncode == 66 and b"has 2 runs to feed\n" in done.stderr
     run.remove()
     other.remove()
+
+
+def test_nobody_comes_to_a_run_that_is_over(tmp_path: Path):
+    """As after kill -9. A decode that is only late is waited for."""
+    alive, killed = (RunDirectory.create(tmp_path / name) for name in ("a", "b"))
+    killed.close()
+    started = time.monotonic()
+    with pytest.raises(NoInputError, match="no decode is reading"):
+        FeedWriter([feed_of(killed.path)])
+    assert time.monotonic() - started < OPEN_SECONDS / 2
+    opened = []
+    thread = threading.Thread(target=lambda: opened.append(FeedWriter(feed_of(alive.path))))
+    thread.start()
+    time.sleep(0.02)
+    joined = RunDirectory.join(alive.path)
+    reader = FeedReader(feed_of(alive.path))
+    thread.join()
+    opened[0].send(1, 2)
+    assert reader.read_available() == [FeedMessage(1, 2)]
+    for end in (opened[0], reader, joined, alive):
+        end.close()
+
+
+def test_a_sampler_does_not_wait_for_a_run_that_has_ended_since(tmp_path: Path) -> None:
+    """As that of a decode whose prefill was killed before the first step."""
+    made = RunDirectory.create(tmp_path)
+    feed = PipeFeed()
+    feed.begin(head(run=str(made.path)))
+    made.remove()
+    started = time.monotonic()
+    feed.close("error")
+    assert time.monotonic() - started < OPEN_SECONDS / 2 and not feed.awaited
+    made = RunDirectory.create(tmp_path)
+    feed.begin(head(run=str(made.path)))
+    removing = threading.Timer(0.02, made.remove)
+    removing.start()
+    feed.close("error")
+    assert time.monotonic() - started < OPEN_SECONDS / 2 and not feed.awaited
+    removing.join()

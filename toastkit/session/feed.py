@@ -19,6 +19,7 @@ import msgpack
 from toastkit.errors import DataError, NoInputError, from_os_error
 from toastkit.frames import GEARS
 from toastkit.private_files import Descriptor, open_private
+from toastkit.session.run import is_over
 
 READ_BYTES = 1 << 16
 OPEN_SECONDS = 5.0
@@ -99,7 +100,7 @@ class FeedWriter:
     """The writing end: one FIFO, or several if one sampler feeds several decodes.
 
     Waits up to OPEN_SECONDS for them to exist and have readers. Raises NoInputError if that does
-    not happen, DataError if the file is no FIFO.
+    not happen, or cannot as the run is over; DataError if the file is no FIFO.
     """
 
     def __init__(self, paths: Path | str | Iterable[Path | str]):
@@ -144,13 +145,16 @@ class FeedWriter:
 
 def _wait_for_reader(path: Path | str, deadline: float) -> int:
     """A writing descriptor; writes block while the pipe is full."""
+    run = Path(path).parent
+    was_there = run.exists()
     while True:
         try:
             fd = _open_fifo(path, os.O_WRONLY)
             os.set_blocking(fd, True)
             return fd
         except NoInputError:
-            if time.monotonic() >= deadline:
+            ended = is_over(run) or (was_there and not run.exists())
+            if ended or time.monotonic() >= deadline:
                 raise
         time.sleep(RETRY_SECONDS)
 

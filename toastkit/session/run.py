@@ -105,6 +105,17 @@ def ring_of(run: Path | str) -> Path:
     return Path(run) / RING_FILE
 
 
+def is_over(run: Path | str) -> bool:
+    """True if no process keeps a run alive: there is no prefill from which a decode could take it
+    over. False for a directory that is no run."""
+    try:
+        fd = open_private(Path(run) / ALIVE_FILE, os.O_RDWR)
+    except OSError:
+        return False
+    with closing_fd(fd):
+        return try_lock(fd)
+
+
 def sweep(session_path: Path) -> None:
     """Remove the runs of a session that no process keeps alive. Raises OSError if they cannot be
     listed."""
@@ -121,11 +132,6 @@ def sweep(session_path: Path) -> None:
 def _is_dead(entry: os.DirEntry) -> bool:
     if not entry.is_dir(follow_symlinks=False):
         return False
-    try:
-        fd = open_private(Path(entry.path) / ALIVE_FILE, os.O_RDWR)
-    except FileNotFoundError:
+    if not os.path.lexists(Path(entry.path) / ALIVE_FILE):
         return older_than(entry, time.time() - UNBORN_SECONDS)  # just created, or abandoned
-    except OSError:
-        return False
-    with closing_fd(fd):
-        return try_lock(fd)
+    return is_over(entry.path)

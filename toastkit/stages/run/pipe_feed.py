@@ -52,6 +52,8 @@ class PipeFeed:
     def send(self, pos: int, following: Next) -> None:
         """pos: -1 if unknown. A decode that has ended meanwhile reports that in the stream, where
         it is noticed."""
+        if self._writer is None and not all(map(os.path.exists, self._paths)):
+            self.finish()  # a run has ended since
         if not self._paths:
             return
         # Prompts of several decodes differ in length: each takes the token as its own next one.
