@@ -149,6 +149,15 @@ USAGE = [
     ("decode", ["--gear", "low", "--gear-bits", "9" * 5000 + ",8", "hi"], "is not two numbers"),
     ("tokenize", ["-n3", "hi"], "^-n is only for --truncate here"),
     ("tokenize", ["--count", "--template-only", "hi"], "exclude each other"),
+    ("tokenize", ["--count", "--session", "x", "hi"], "^--session is for frames, not with --count"),
+    *(
+        (
+            "tokenize",
+            [*option, "--template-only", "hi"],
+            f"^{option[0]} is for tokens, not with --t",
+        )
+        for option in (["--session", "x"], ["--truncate"])
+    ),
     ("tokenize", ["--raw", "--system", "x", "hi"], "--raw has no messages"),
     ("decode", ["--messages", "x", "hi"], "--messages is the whole conversation"),
     ("entropy-gear", ["--low", "5", "--high", "2"], "low 5 is not less than high 2"),

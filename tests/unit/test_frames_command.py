@@ -22,6 +22,7 @@ from toastkit.stages.inspect import Statistics
      (["--json", "--validate"], "--json does not go with --validate"),
      (["--validate", "--kinds", "head"], "--kinds does not go with --validate"),
      (["--validate", "--slice", "0:"], "--slice does not go with --validate"),
+     (["--json", "--inline"], "--inline is for frames: --arrays says how --json writes logits"),
      (["--validate", "--inline"], "--inline does not go with --validate"),
      (["--top", "3"], "--top is for --json"),
      (["--json", "--arrays", "none", "--top", "3"], "--top is for --arrays topk"),

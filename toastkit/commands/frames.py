@@ -48,10 +48,14 @@ def frames(**flags) -> int:
     cli.typed_wins(flags, "validate", *others)
     cli.typed_wins(flags, "stat", "arrays", "top")
     cli.typed_wins(flags, "arrays", "top")
+    if not flags["stat"]:
+        cli.typed_wins(flags, "as_json", "inline")
     if flags["validate"]:
         cli.refuse_together("does not go with --validate, which looks at all", *others)
     if not flags["as_json"] or flags["stat"]:
         cli.refuse_together("is for --json", "arrays", "top")
+    else:
+        cli.refuse_together("is for frames: --arrays says how --json writes logits", "inline")
     if flags["arrays"] != "topk":
         cli.refuse_together("is for --arrays topk", "top")
     kinds = _kinds(flags["kinds"])

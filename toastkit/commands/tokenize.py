@@ -28,10 +28,15 @@ def tokenize(prompt: tuple[str, ...], **flags) -> int:
     from toastkit.stages.tokenize import at
 
     options.settle_prompting(flags)
-    cli.typed_wins(flags, "count", "template_only")
+    cli.typed_wins(flags, "count", "template_only", "session")
+    cli.typed_wins(flags, "template_only", "session", "truncate")
     if flags["count"] and flags["template_only"]:
         said = f"{cli.spelled('count')} and {cli.spelled('template_only')}"
         raise UsageError(f"{said} exclude each other")
+    if flags["count"]:
+        cli.refuse_together("is for frames, not with --count", "session")
+    if flags["template_only"]:
+        cli.refuse_together("is for tokens, not with --template-only", "session", "truncate")
     if not flags["truncate"]:
         cli.refuse_together("is only for --truncate here", "max_tokens")
     if not (flags["count"] or flags["template_only"]):
