@@ -307,6 +307,19 @@ def test_an_error_at_the_head_ends_every_stage_with_its_code(pipeline) -> None:
     assert all(code in (65, 66) for code in done.codes[1:])
 
 
+def test_a_session_is_not_a_fork_of_itself(toast, tmp_path: Path) -> None:
+    """It would be written, which --fork is not to do."""
+    session = tmp_path / "s"
+    prompt = toast("tokenize", "--session", session, "Hi").stdout
+    assert toast("prefill", stdin=prompt).returncode == 0
+    before = (session / "session.msgpack").read_bytes()
+    decoded = toast("decode", "--session", session, "--fork", session, "Hi there")
+    for done in (decoded, toast("prefill", "--fork", session, stdin=prompt)):
+        assert done.returncode == 64
+        assert b"--fork and --session name the same session\n" in done.stderr
+    assert (session / "session.msgpack").read_bytes() == before
+
+
 def test_an_error_in_the_middle_is_told_once(pipeline) -> None:
     """A frame says what the first stage choked on, and nobody after it does."""
     wrong = dumps(Head("crumb", "00" * 16, 4096, [2])) + dumps(Tokens(pack_ids([1, 2])))

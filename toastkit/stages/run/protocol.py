@@ -8,6 +8,7 @@ a ring.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -151,6 +152,9 @@ class SessionRuns:
         """The state of the fork, else of the session, else an empty one."""
         session = self.session()
         with nullcontext() if options.fork is None else open_fork(options.fork, head) as source:
+            if source and session is not None and os.path.samefile(source.path, session.path):
+                said = "--fork and --session name the same session"
+                raise UsageError(said, hint="--session alone goes on with it")
             state, cached = engine.restore(session, ids, source)
             if options.require_hit:
                 stored = source or session
