@@ -79,6 +79,7 @@ OTHERS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "operations": (integer, (array,)),
     "region_close": (None, (pointer,)),
     "region_keep": (None, (pointer, integer)),
+    "room_to_grow": (long, (long,)),
     "set_head": (None, (long,)),
     "set_threads": (None, (integer,)),
     "settle_array": (None, (array,)),

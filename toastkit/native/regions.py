@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -32,12 +31,6 @@ LOST = (
     "or cannot be read\n"
 )
 PAGE = os.sysconf("SC_PAGE_SIZE")  # bytes; the alignment of mappings and file offsets
-
-
-def addresses_count() -> bool:
-    """True if addresses that nothing is written to count against a limit of this process."""
-    limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-    return any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in limits)
 
 
 class Region:

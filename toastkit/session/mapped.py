@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import mlx.core as mx
 
 from toastkit.native.library import Library, in_use
-from toastkit.native.regions import PAGE, Region, addresses_count
+from toastkit.native.regions import PAGE, Region
 from toastkit.private_files import hold_bytes, pread_into
 from toastkit.session.blocks import Stored
 from toastkit.session.extents import align, floor
@@ -33,8 +33,6 @@ from toastkit.session.layout import BLOCK_ROWS, ITEM_BYTES, Tensor
 # MLX's dtypes of stored tensors.
 DTYPES = {name: getattr(mx, "bool_" if name == "bool" else name) for name in ITEM_BYTES}
 MIN_BYTES = 1 << 18  # bytes of a tensor; copying a smaller one is as fast
-ADDRESSES = 1 << 28  # bytes that a growing tensor may take, or this many times what it has:
-TIMES = 8
 MAX_PIECES = 1 << 13  # maps: a process has 65,530 by default
 
 
@@ -73,14 +71,11 @@ def _is_in_step(tensor: Tensor) -> bool:
     )
 
 
-def _size(tensor: Tensor) -> int:
-    """Bytes of a tensor's addresses, in whole pages: none to grow in if they count against a limit
-    of this process."""
+def _size(library: Library, tensor: Tensor) -> int:
+    """Bytes of a tensor's addresses, in whole pages, those to grow in included."""
     nbytes = tensor.rows * tensor.row_bytes
     if tensor.axis is not None:
-        nbytes = _positions(tensor) * tensor.row_bytes
-        if not addresses_count():
-            nbytes = max(ADDRESSES, TIMES * nbytes)
+        nbytes = library.c.room_to_grow(_positions(tensor) * tensor.row_bytes)
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -124,7 +119,7 @@ def _mapped(
     """The arrays, by the id of their tensors. pieces: of each. Raises OSError if they cannot be
     mapped."""
     assert stored.reopen is not None
-    sizes = [_size(tensor) for tensor in tensors]
+    sizes = [_size(library, tensor) for tensor in tensors]
     region = Region(library, sum(sizes))
     fd = stored.reopen()
     region.keep(fd)  # and the lock, until all arrays are gone

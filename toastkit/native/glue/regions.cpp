@@ -42,6 +42,11 @@ bool addresses_count() {
   return false;
 }
 
+// See toast_room_to_grow.
+int64_t room_to_grow(int64_t bytes) {
+  return addresses_count() ? bytes : std::max(RESERVE, 8 * bytes);
+}
+
 class Region {
  public:
   // Reserves address space and, before it, a page where MLX's allocator looks for a buffer's size.
@@ -100,7 +105,6 @@ class Region {
 
   // Writable, for one array that begins with it and may grow. Throws an errno.
   static std::shared_ptr<Region> growing(int64_t bytes) {
-    if (addresses_count()) throw ENOMEM;
     auto made = std::make_shared<Region>(bytes);
     if (const int why = made->map(0, made->bytes(), -1, 0)) throw why;
     maps++, made->maps_++;  // the page before it: those of other regions count by their pieces
@@ -175,8 +179,10 @@ bool is_in_region(const mx::array &a) { return a.size() && Region::has_array(a);
 bool allocate_growing(mx::array &output, const mx::Strides &strides, mx::array::Flags flags) {
   const int64_t bytes = int64_t(output.nbytes());
   if (bytes < LARGE) return false;
+  const int64_t room = room_to_grow(bytes);
+  if (room == bytes) return false;
   try {
-    set_memory(output, Region::growing(std::max(RESERVE, 8 * bytes)), 0, strides, flags);
+    set_memory(output, Region::growing(room), 0, strides, flags);
     return true;
   } catch (int) {
     return false;
@@ -222,6 +228,10 @@ TOAST_API int toast_region_map(void *region, int64_t at, int64_t bytes, int fd, 
 TOAST_API int toast_region_grow(void *region, int64_t at, int64_t bytes) {
   return (*static_cast<toast::Held *>(region))->grow(at, bytes);
 }
+
+// Bytes of addresses for an array of so many bytes that grows: only its own if addresses that
+// nothing is written to count, as they would be missing elsewhere.
+TOAST_API int64_t toast_room_to_grow(int64_t bytes) { return toast::room_to_grow(bytes); }
 
 // Gives the region ownership of a descriptor, one at most.
 TOAST_API void toast_region_keep(void *region, int fd) {
