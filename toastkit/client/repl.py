@@ -14,6 +14,7 @@ from typing import Any
 from toastkit.client.turn import Turns
 from toastkit.errors import ToastError, reported_as
 from toastkit.interrupts import Signals
+from toastkit.private_files import make_private_directories, open_private
 from toastkit.text.terminal import typed
 
 PROMPT = "> "
@@ -128,8 +129,6 @@ def _types_utf8() -> None:
 
 def _make_private(path: Path) -> None:
     """Create an empty file with mode 0600, unless it exists."""
-    from toastkit.private_files import make_private_directories, open_private
-
     make_private_directories(path.parent)
     os.close(open_private(path, os.O_WRONLY | os.O_CREAT))
 

@@ -6,6 +6,7 @@ import click
 
 from toastkit.client.output import TextOutput
 from toastkit.commands import cli, options
+from toastkit.errors import DataError
 from toastkit.frames import End, Frame, Head, Text
 from toastkit.text.exact_numbers import counted
 
@@ -73,8 +74,6 @@ class TextWriter:
 
 def check_length(outcome, fail_on_length: bool) -> int:
     """The exit code for how the answers ended: 0, or DataError under --fail-on-length."""
-    from toastkit.errors import DataError
-
     if fail_on_length and "length" in outcome.reasons:
         raise DataError(f"the answer was cut off after {counted(outcome.tokens, 'token')}")
     return 0

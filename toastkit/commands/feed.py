@@ -10,7 +10,7 @@ import click
 
 from toastkit.commands import cli, completion
 from toastkit.commands.sizes import IntegerRange
-from toastkit.errors import ToastError, UsageError
+from toastkit.errors import NoInputError, ToastError, UsageError
 from toastkit.frames import starts_frames
 
 
@@ -52,7 +52,6 @@ def _run_of(name: str) -> str:
     """The one run of a session that has a feed; waits briefly for a pipeline that is starting."""
     import time
 
-    from toastkit.errors import NoInputError
     from toastkit.session.feed import OPEN_SECONDS
     from toastkit.session.names import resolve
     from toastkit.session.run import FEED_FILE

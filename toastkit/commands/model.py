@@ -15,7 +15,7 @@ from toastkit.commands import cli, completion, plan
 from toastkit.commands.models import as_json, say_verbose, table
 from toastkit.commands.progress import ProgressBar, watched
 from toastkit.commands.sizes import Integer
-from toastkit.errors import DataError, ToastError, UsageError
+from toastkit.errors import DataError, ToastError, UsageError, reported_as
 from toastkit.interrupts import Signals
 from toastkit.text.exact_numbers import counted
 from toastkit.text.terminal import shown
@@ -235,7 +235,6 @@ def _gears(text: str | None) -> tuple[str, ...]:
 
 def _bake_output(files, flags: dict[str, Any]) -> Path:
     """The output path. Raises UsageError for one that -m would not find."""
-    from toastkit.errors import reported_as
     from toastkit.model.locate import OWN_NAME, models_home
     from toastkit.model.toast_format import SUFFIX
     from toastkit.private_files import make_private_directories

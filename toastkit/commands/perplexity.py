@@ -22,6 +22,7 @@ from toastkit.commands.score_reports import (
 )
 from toastkit.commands.sizes import IntegerRange
 from toastkit.errors import DataError, UsageError
+from toastkit.frames import Head
 from toastkit.text.exact_numbers import counted
 
 if TYPE_CHECKING:
@@ -160,7 +161,6 @@ def _choosers(checkpoint: ModelFiles, vocab: int, flags: dict[str, Any]) -> Call
     """A selector per window: nothing carries over to the next. Raises DataError for stored
     thresholds that cannot be read."""
     from toastkit.engine.geared import by_selector
-    from toastkit.frames import Head
     from toastkit.gears.selector import GearSelector
     from toastkit.model.config import fingerprint
     from toastkit.stages.follow import selector_for

@@ -16,6 +16,7 @@ from toastkit.commands.models import as_json, say_verbose, table
 from toastkit.commands.plan_residency import lines, residency_flags, work_out
 from toastkit.commands.sizes import Size
 from toastkit.errors import UsageError
+from toastkit.text.terminal import shown
 
 if TYPE_CHECKING:
     from toastkit.gears.plan import Plan
@@ -46,7 +47,6 @@ def plan(name: str, **flags) -> int:
         cli.refuse_together("needs --gears", "gear_scope", "gear_bits", "bandwidth")
     from toastkit.gears.gear_options import GearOptions
     from toastkit.model.locate import find
-    from toastkit.text.terminal import shown
 
     cli.typed_wins(flags, "calibrate", "no_calibration")
     if flags["calibrate"] and flags["no_calibration"]:
@@ -109,7 +109,6 @@ def _rows(found: Plan, bandwidth: int | None) -> list[dict[str, Any]]:
 def _show(found: Plan, rows: list[dict[str, Any]]) -> None:
     """Print the plan of the gears for people."""
     from toastkit.model.info import count, human
-    from toastkit.text.terminal import shown
 
     timed = "seconds" in rows[0]
     lines = []

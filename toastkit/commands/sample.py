@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from toastkit.commands import cli, options
+from toastkit.errors import DataError, NoInputError
 from toastkit.frames import Frame, Head
 
 if TYPE_CHECKING:
@@ -76,7 +77,6 @@ def _xtc_special_ids(chain, head: Head) -> tuple[int, ...]:
 
 def _checkpoint(head: Head):
     """The checkpoint that the head names, None if it is not here or has changed since."""
-    from toastkit.errors import DataError, NoInputError
     from toastkit.model.locate import for_stream
 
     try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from toastkit.base_directories import own_directory
 from toastkit.commands import cli, options, policy_flags, run_reports
 from toastkit.commands.sizes import Duration, IntegerRange, Size
 from toastkit.errors import (
@@ -130,7 +131,6 @@ def _check_action(action: str) -> None:
 
 def _run_in_background(flags: dict[str, Any]) -> int:
     """Returns in both processes: in one when the daemon is ready, in the other when it ends."""
-    from toastkit.base_directories import own_directory
     from toastkit.daemon import activation, background
 
     if activation.is_activated():
@@ -213,7 +213,6 @@ def _run(flags: dict[str, Any], say: Callable[[str], None], starter: Starter | N
 def _audit(flags: dict[str, Any], say: Callable[[str], None]) -> Audit | None:
     if flags["no_audit"]:
         return None
-    from toastkit.base_directories import own_directory
     from toastkit.daemon.audit import Audit
 
     path = os.path.abspath(flags["audit"] or own_directory("STATE", "audit.jsonl"))

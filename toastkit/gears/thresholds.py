@@ -9,7 +9,7 @@ finds the old or the new one.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from toastkit.base_directories import own_directory
@@ -39,7 +39,6 @@ def save(fingerprint: str, thresholds: Thresholds) -> Path:
     """Store a model's thresholds, replacing earlier ones; returns the file. Raises DataError,
     CannotCreateError, IOFailure; the earlier ones are then unchanged."""
     import json
-    from dataclasses import asdict
 
     from toastkit.private_files import keep_text
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from toastkit.errors import ToastError
 from toastkit.frames import End, Frame, Head, Logits, Prefilled, Token
+from toastkit.gears.classifier import Difficulty
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.selector import GearSelector, SelectorOptions
 from toastkit.session import gear_state
@@ -41,7 +42,6 @@ def selector_for(head: Head, rules: GearRules) -> GearSelector:
     """The selector of a run: thresholds stored for its model, or the given ones scaled to its
     vocabulary; the start gear from the prompt's difficulty, if the head tells. Raises UsageError,
     DataError."""
-    from toastkit.gears.classifier import Difficulty
     from toastkit.gears.thresholds import monitor_options, origin_of
 
     options, monitor = rules.selector, rules.selector.monitor

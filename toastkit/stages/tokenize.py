@@ -15,6 +15,7 @@ from toastkit.model.config import ModelConfig, check_ids, fingerprint
 from toastkit.model.files import ModelFiles
 from toastkit.prefix import common_prefix
 from toastkit.text import pieces
+from toastkit.text.chat_template import CALLS, CHOICE, choose, render
 from toastkit.text.exact_numbers import are, counted
 from toastkit.text.messages import AS_TEXT, content_text, documents, with_text
 from toastkit.text.tokenizer import Tokenizer
@@ -113,8 +114,6 @@ class PromptTokenizer:
         """The text to tokenise. Without a template, messages are joined by blank lines."""
         if prompt.messages is None:
             return prompt.text or ""
-        from toastkit.text.chat_template import CALLS, CHOICE, choose, render
-
         options = self._options
         arguments = dict(options.template_arguments)
         wanted = arguments.pop(CHOICE, None)
