@@ -28,7 +28,7 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.savepoints import copy_caches, restore_caches
 from toastkit.engine.state import ModelState
-from toastkit.experts.slot_options import SlotOptions
+from toastkit.experts.experts_options import SlotOptions
 from toastkit.model.config import load_config
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate

@@ -26,7 +26,7 @@ from measure import in_turn, machine, ratio, spread
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
-from toastkit.experts.slot_options import SlotOptions
+from toastkit.experts.experts_options import SlotOptions
 from toastkit.model.locate import locate
 from toastkit.store.bake import bake
 from toastkit.store.store import Store

@@ -61,9 +61,8 @@ from toastkit.engine.opening import open_engine
 from toastkit.engine.savepoints import roll_back, take_savepoint
 from toastkit.engine.state import ModelState
 from toastkit.experts import slot_policy
-from toastkit.experts.experts_options import ExpertsOptions
+from toastkit.experts.experts_options import ExpertsOptions, SlotOptions
 from toastkit.experts.pass_times import estimated_speedup
-from toastkit.experts.slot_options import SlotOptions
 from toastkit.model.files import ModelFiles
 from toastkit.model.locate import locate
 from toastkit.text.tokenizer import Tokenizer

@@ -25,8 +25,7 @@ from tests.oracle.cases import VOCAB
 from toastkit.engine.batch import Batch, can_batch, can_be_apart
 from toastkit.engine.engine import Engine
 from toastkit.errors import ToastError
-from toastkit.experts.experts_options import ExpertsOptions
-from toastkit.experts.slot_options import SlotOptions
+from toastkit.experts.experts_options import ExpertsOptions, SlotOptions
 from toastkit.gears.gear_options import GearOptions
 from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store.quantising import QuantizationOptions

@@ -23,7 +23,7 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.savepoints import copy_caches
 from toastkit.engine.state import Passed
 from toastkit.errors import IOFailure
-from toastkit.experts.slot_options import SlotOptions
+from toastkit.experts.experts_options import SlotOptions
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.policy import NO_WISH
 from toastkit.residency.residency_options import ResidencyOptions

@@ -31,9 +31,8 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.savepoints import redo_functions, roll_back, take_savepoint
 from toastkit.errors import IOFailure
 from toastkit.experts.common_part import CommonPart, Recording
-from toastkit.experts.experts_options import ExpertsOptions
+from toastkit.experts.experts_options import ExpertsOptions, SlotOptions
 from toastkit.experts.routers import MoEBlock
-from toastkit.experts.slot_options import SlotOptions
 from toastkit.holdings.derived import derived
 from toastkit.residency.residency_options import ResidencyOptions
 

@@ -22,7 +22,7 @@ from toastkit.engine.engine import Engine
 from toastkit.engine.room import room_for_experts
 from toastkit.engine.state import ModelState
 from toastkit.errors import UsageError
-from toastkit.experts.slot_options import SlotOptions
+from toastkit.experts.experts_options import SlotOptions
 from toastkit.experts.slot_policy import SlotPolicy
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings import slot_memory

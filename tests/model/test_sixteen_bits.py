@@ -16,7 +16,7 @@ from tests.model.test_streaming import alike, answer
 from tests.native_library import native_cache, native_path, needed
 from toastkit.engine.engine import Engine
 from toastkit.engine.opening import open_engine
-from toastkit.experts.slot_options import SlotOptions
+from toastkit.experts.experts_options import SlotOptions
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.plan import plan
 from toastkit.holdings.holdings import Holdings

@@ -21,9 +21,8 @@ from tests.model.test_streaming import MIB, Readings, alike
 from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.room import room_for_experts
-from toastkit.experts.experts_options import ExpertsOptions
+from toastkit.experts.experts_options import ExpertsOptions, SlotOptions
 from toastkit.experts.experts_policy import ExpertsPolicy
-from toastkit.experts.slot_options import SlotOptions
 from toastkit.experts.slot_policy import SlotPolicy
 from toastkit.gears.gear_options import GearOptions
 from toastkit.gears.gear_policy import gear_policy

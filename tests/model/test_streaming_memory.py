@@ -23,7 +23,7 @@ open(sys.argv[1], "w").write(str(os.getpid()))
 import mlx.core as mx
 from toastkit.engine.opening import open_engine
 from toastkit.engine.state import ModelState
-from toastkit.experts.slot_options import SlotOptions
+from toastkit.experts.experts_options import SlotOptions
 from toastkit.holdings import pressure
 from toastkit.model.locate import locate
 from toastkit.residency.residency_options import ResidencyOptions

@@ -26,7 +26,7 @@ from toastkit.commands.resident_flags import (
 )
 from toastkit.commands.run_reports import counted_residency, counted_slots, tell_stats
 from toastkit.errors import UsageError
-from toastkit.experts.slot_options import PREFETCHES, SlotOptions
+from toastkit.experts.experts_options import PREFETCHES, SlotOptions
 from toastkit.holdings import pressure
 from toastkit.interrupts import Signals
 from toastkit.residency.residency_options import (

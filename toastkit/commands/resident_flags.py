@@ -11,7 +11,7 @@ from toastkit.commands.options import together
 from toastkit.commands.sizes import HowMany
 
 if TYPE_CHECKING:
-    from toastkit.experts.slot_options import SlotOptions
+    from toastkit.experts.experts_options import SlotOptions
     from toastkit.residency.residency_options import ResidencyOptions
 
 RESIDENT = HowMany(
@@ -67,7 +67,7 @@ def slot_options(flags: dict[str, Any]) -> SlotOptions | None:
     amount = flags["expert_slots"]
     if amount is None:
         return None
-    from toastkit.experts.slot_options import SlotOptions
+    from toastkit.experts.experts_options import SlotOptions
 
     return SlotOptions(amount.kind, int(amount.amount), flags["expert_prefetch"])
 

@@ -14,8 +14,7 @@ from toastkit.residency.mapping import MappingPolicy
 from toastkit.store.store import Store
 
 if TYPE_CHECKING:
-    from toastkit.experts.experts_options import ExpertsOptions
-    from toastkit.experts.slot_options import SlotOptions
+    from toastkit.experts.experts_options import ExpertsOptions, SlotOptions
     from toastkit.gears.gear_options import GearOptions
     from toastkit.gears.gear_policy import GearPolicy
     from toastkit.residency.residency_options import ResidencyOptions

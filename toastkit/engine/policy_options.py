@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from toastkit.experts.experts_options import ExpertsOptions
-    from toastkit.experts.slot_options import SlotOptions
+    from toastkit.experts.experts_options import ExpertsOptions, SlotOptions
     from toastkit.gears.gear_options import GearOptions
     from toastkit.residency.residency_options import ResidencyOptions
 

@@ -1,4 +1,4 @@
-"""Big and little experts, as plain data: what the flags are parsed into."""
+"""Options of experts, as plain data: what the flags are parsed into."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from toastkit.errors import UsageError, check_choice
-from toastkit.text.exact_numbers import exact_number
+from toastkit.text.exact_numbers import exact_number, exact_size
 
 MODES = ("big", "little", "mobile")
 PROMPTS = ("big", "little")
+PREFETCHES = ("off", "auto", "1", "2", "3")
 GAMMA = 0.7  # of the paper, for all models and tasks (section V)
 
 
@@ -84,3 +85,26 @@ class ExpertsOptions:
         if self.prompt != ExpertsOptions.prompt:
             text += f" --prefill-experts {self.prompt}"
         return text
+
+
+@dataclass(frozen=True)
+class SlotOptions:
+    """How many slots. kind: auto, as many as memory allows; slots, a number per layer; or bytes, as
+    many as fit into so many for all layers. amount: of the last two. prefetch: how many layers
+    ahead routers are asked, with the current layer's input, for experts to prefetch."""
+
+    kind: str = "auto"
+    amount: int = 0
+    prefetch: str = "off"
+
+    def __str__(self) -> str:
+        """The text of the flag."""
+        if self.kind == "bytes":
+            return exact_size(self.amount)
+        return self.kind if self.kind == "auto" else str(self.amount)
+
+    @property
+    def setting(self) -> str:
+        """The options as on the command line, without defaults."""
+        ahead = "" if self.prefetch == "off" else f" --expert-prefetch {self.prefetch}"
+        return f"--expert-slots {self}{ahead}"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from toastkit.errors import UsageError
-from toastkit.experts.slot_options import SlotOptions
+from toastkit.experts.experts_options import SlotOptions
 from toastkit.experts.slot_sizes import Room, SlotSizes
 from toastkit.holdings.forms import Form
 from toastkit.holdings.holdings import Holdings
