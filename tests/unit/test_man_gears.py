@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.unit.mdoc import MAN, Page
-from toastkit.commands.calibrate import WORDS
+from toastkit.commands.entropy_gear import WORDS
 from toastkit.gears import calibration, classifier, monitor, selector, thresholds
 from toastkit.session.gear_state import GEAR_FILE
 from toastkit.stages.calibrate import ANSWER_TOKENS
