@@ -251,9 +251,7 @@ def _speed(subject: Subject, plans: dict[str, dict[str, GearPlan]]) -> dict[str,
 
 
 def _shifts(
-    subject: Subject,
-    plans: dict[str, dict[str, GearPlan]],
-    speeds: dict[str, dict[str, float]],
+    subject: Subject, plans: dict[str, dict[str, GearPlan]], speeds: dict[str, dict[str, float]]
 ) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Prints milliseconds of shifts, and the tokens after which they have paid; returns the seconds
     by scope, kind and gear."""
@@ -326,9 +324,7 @@ def _shift_times(subject: Subject, scope: str) -> dict[str, dict[str, list[float
 
 
 def _answer(
-    subject: Subject,
-    plans: dict[str, GearPlan],
-    shifts: dict[str, dict[str, list[float]]],
+    subject: Subject, plans: dict[str, GearPlan], shifts: dict[str, dict[str, list[float]]]
 ) -> None:
     """T_dynamic of section 9 for an answer that changes gear, predicted and measured."""
     # Room for both packed gears, and not for the originals, which are read again.

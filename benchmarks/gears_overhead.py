@@ -142,11 +142,7 @@ def _decodes(name: str, model: str, prompt: str, rounds: int, tokens: int) -> No
 
 
 def _answer(
-    engine: Engine,
-    options: AnswerOptions,
-    tokenizer: Tokenizer,
-    ids: list[int],
-    deferred: bool,
+    engine: Engine, options: AnswerOptions, tokenizer: Tokenizer, ids: list[int], deferred: bool
 ) -> float:
     """Seconds a token of an answer, but for its first tokens: the case before was another model."""
     head = Head(engine.files.name, fingerprint(engine.files), engine.vocab, [])

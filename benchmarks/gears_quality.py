@@ -295,12 +295,7 @@ class Verdict:
 
 
 def _verdicts(
-    text: Text,
-    name: str,
-    scores: Scored,
-    mixed: list[Scored],
-    fixed: dict[str, Scored],
-    cost: Cost,
+    text: Text, name: str, scores: Scored, mixed: list[Scored], fixed: dict[str, Scored], cost: Cost
 ) -> Iterator[Verdict]:
     line, words = _on_the_line(mean_bits(Counter(scores.gears), cost.bits), fixed, cost)
     shuffled = np.mean([other.nats for other in mixed], axis=0)

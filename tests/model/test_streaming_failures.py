@@ -12,15 +12,7 @@ import pytest
 
 from tests.model.checkpoints import read
 from tests.model.published import write_published
-from tests.model.test_streaming import (
-    MODEL,
-    NEXT,
-    PROMPT,
-    alike,
-    answer,
-    layer_bytes,
-    streaming,
-)
+from tests.model.test_streaming import MODEL, NEXT, PROMPT, alike, answer, layer_bytes, streaming
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
 from toastkit.errors import DataError, IOFailure, NoInputError

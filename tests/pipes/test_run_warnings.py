@@ -9,13 +9,7 @@ import numpy as np
 
 from tests.conftest import Toast
 from tests.daemons import Daemon
-from tests.pipes.test_bad_checkpoints import (
-    CONFIG,
-    TOKENIZER,
-    WEIGHTS,
-    random_tensors,
-    safetensors,
-)
+from tests.pipes.test_bad_checkpoints import CONFIG, TOKENIZER, WEIGHTS, random_tensors, safetensors
 from toastkit.model.locate import locate
 
 

@@ -114,10 +114,7 @@ def at(layers: Callable[[list[int]], list], tokens: list[int], *counts: int) -> 
 
 
 def commit(
-    session: Session,
-    tokens: list[int],
-    *sources: LayerSource,
-    savepoints: Sequence[Savepoint] = (),
+    session: Session, tokens: list[int], *sources: LayerSource, savepoints: Sequence[Savepoint] = ()
 ) -> None:
     session.commit_layers(tokens, sources or [growing(tokens)], logits_of(tokens), savepoints)
 

@@ -13,15 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.fake_daemon import (
-    DROP,
-    END,
-    HOLD,
-    SECONDS,
-    FakeDaemon,
-    answer,
-    failure,
-)
+from tests.unit.fake_daemon import DROP, END, HOLD, SECONDS, FakeDaemon, answer, failure
 from toastkit import wire
 from toastkit.client.socket_backend import SocketBackend, connect, control
 from toastkit.errors import DataError, UnavailableError

@@ -37,9 +37,7 @@ def reference_entropy(logits: np.ndarray) -> float:
 ODD = [math.nan, math.inf, -math.inf, 3e38, -3e38]
 
 
-@given(
-    st.lists(st.floats(-50, 50, width=32) | st.sampled_from(ODD), min_size=1, max_size=60),
-)
+@given(st.lists(st.floats(-50, 50, width=32) | st.sampled_from(ODD), min_size=1, max_size=60))
 def test_entropy_is_that_of_a_float64_reference(logits):
     array = np.array(logits, np.float32)
     kept = array.copy()

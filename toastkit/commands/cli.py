@@ -59,10 +59,7 @@ def command(name: str, under: click.Group | None = None, **settings: Any):
             function = decorate(function)
         if under is None:
             settings.setdefault("help", SUMMARIES[name].capitalize() + ".")
-        context = {
-            "help_option_names": ["-h", "--help"],
-            "max_content_width": 100,
-        }
+        context = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
         made = click.command(name=name, context_settings=context, **settings)(function)
         for parameter in made.params:
             option = isinstance(parameter, click.Option)

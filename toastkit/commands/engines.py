@@ -79,9 +79,7 @@ class Engines:
 
 
 def attach(
-    flags: dict[str, Any],
-    fingerprint: Callable[[], str],
-    signals: Signals | None = None,
+    flags: dict[str, Any], fingerprint: Callable[[], str], signals: Signals | None = None
 ) -> StepEngine | None:
     """A daemon's engine for the model, if one runs it as the flags would; else None. Without a
     daemon this costs one look at a path; if the command line says how products are computed, none

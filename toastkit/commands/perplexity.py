@@ -12,14 +12,7 @@ import click
 
 from toastkit.commands import cli, gear_flags, options, policy_flags, run_reports
 from toastkit.commands.progress import ProgressBar, last_part, watched
-from toastkit.commands.score_reports import (
-    Gearing,
-    JsonReport,
-    Report,
-    Text,
-    TextReport,
-    line,
-)
+from toastkit.commands.score_reports import Gearing, JsonReport, Report, Text, TextReport, line
 from toastkit.commands.sizes import IntegerRange
 from toastkit.errors import DataError, UsageError
 from toastkit.frames import Head

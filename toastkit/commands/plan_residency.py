@@ -232,10 +232,7 @@ def _measure(model: _Model, flags: dict[str, Any]) -> Calibration:
     with waiting(label, flags):
         return measure(
             lambda options: open_engine(
-                model.store.files,
-                dtype=flags["dtype"],
-                **model.wanted._asdict(),
-                residency=options,
+                model.store.files, dtype=flags["dtype"], **model.wanted._asdict(), residency=options
             ),
             say_verbose(flags),
         )

@@ -14,13 +14,7 @@ import click
 from toastkit.base_directories import own_directory
 from toastkit.commands import cli, options, policy_flags, run_reports
 from toastkit.commands.sizes import Duration, IntegerRange, Size
-from toastkit.errors import (
-    ToastError,
-    UnavailableError,
-    UsageError,
-    as_toast_error,
-    did_you_mean,
-)
+from toastkit.errors import ToastError, UnavailableError, UsageError, as_toast_error, did_you_mean
 from toastkit.native.starting import NativeOptions
 from toastkit.text.terminal import shown
 

@@ -70,11 +70,7 @@ class Spill:
     policies. budget: bytes of disk. say: called once, with what fails."""
 
     def __init__(
-        self,
-        fingerprint: str,
-        variant: str,
-        budget: int,
-        say: Callable[[str], None] | None = None,
+        self, fingerprint: str, variant: str, budget: int, say: Callable[[str], None] | None = None
     ):
         self.fingerprint = fingerprint
         self.root = conversations_root() / f"{fingerprint[:FINGERPRINT_DIGITS]}-{variant}"

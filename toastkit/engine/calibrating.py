@@ -21,13 +21,7 @@ import mlx.core as mx
 from toastkit.engine.engine import CHUNK, Engine
 from toastkit.holdings.read_ahead import MAX_AHEAD
 from toastkit.holdings.streams import arrays_in
-from toastkit.residency.predict import (
-    Calibration,
-    PassTime,
-    Slowdown,
-    Source,
-    fitted_slowdown,
-)
+from toastkit.residency.predict import Calibration, PassTime, Slowdown, Source, fitted_slowdown
 from toastkit.residency.residency_options import ResidencyOptions
 
 LITTLE_BYTES = 1 << 30  # on the device, of resident layers, to see what residency saves

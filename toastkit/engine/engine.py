@@ -22,12 +22,7 @@ from toastkit.engine import device
 from toastkit.engine.big_little import look_ahead, take_step, whole_step
 from toastkit.engine.last_token import LastToken
 from toastkit.engine.run_again import run_step
-from toastkit.engine.savepoints import (
-    hold_no_views,
-    longest,
-    take_savepoint,
-    undone_on_failure,
-)
+from toastkit.engine.savepoints import hold_no_views, longest, take_savepoint, undone_on_failure
 from toastkit.engine.state import Caches, ModelState
 from toastkit.holdings.forms import ORIGINAL
 from toastkit.holdings.holdings import Holdings
@@ -231,10 +226,7 @@ class Engine:
         return state, count
 
     def reading(
-        self,
-        state: ModelState,
-        ids: Sequence[int],
-        chunk: Callable[[], int | None] = lambda: None,
+        self, state: ModelState, ids: Sequence[int], chunk: Callable[[], int | None] = lambda: None
     ) -> Iterator[int]:
         """Prefill what the state does not hold of the prompt yet; yield the number of tokens it
         holds after each pass. Until the last pass the state has no logits."""

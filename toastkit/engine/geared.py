@@ -15,14 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from toastkit.engine.engine import Engine
-from toastkit.engine.perplexity import (
-    Scores,
-    checked,
-    default_chunk,
-    score,
-    score_window,
-    windows,
-)
+from toastkit.engine.perplexity import Scores, checked, default_chunk, score, score_window, windows
 from toastkit.engine.state import ModelState
 from toastkit.gears.monitor import EntropyMeter
 from toastkit.gears.selector import GearSelector

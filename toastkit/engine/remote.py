@@ -181,10 +181,7 @@ class RemoteEngine:
         return self._state, count
 
     def reading(
-        self,
-        state: RemoteState,
-        ids: Sequence[int],
-        chunk: Callable[[], int | None] = lambda: None,
+        self, state: RemoteState, ids: Sequence[int], chunk: Callable[[], int | None] = lambda: None
     ) -> Iterator[int]:
         """Prefill, as StepEngine. A pass may be shorter than asked for if the daemon has other
         clients."""

@@ -68,8 +68,7 @@ def load(fingerprint: str) -> Thresholds | None:
         return _decode(data)
     except DataError as error:
         raise DataError(
-            f"cannot read thresholds {file}: {error.message}",
-            hint="remove it, or calibrate again",
+            f"cannot read thresholds {file}: {error.message}", hint="remove it, or calibrate again"
         ) from error
 
 

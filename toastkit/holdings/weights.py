@@ -18,13 +18,7 @@ from toastkit.errors import DataError
 from toastkit.holdings.forms import ORIGINAL, Form
 from toastkit.holdings.holding import Holding, Parts
 from toastkit.store.ledger import EXPERTS
-from toastkit.store.precision import (
-    GEAR_OF,
-    Rows,
-    empty_rows,
-    looks_quantised,
-    quantise_rows,
-)
+from toastkit.store.precision import GEAR_OF, Rows, empty_rows, looks_quantised, quantise_rows
 from toastkit.store.request import Request
 from toastkit.store.store import Store
 from toastkit.store.waiting import AHEAD, NOW

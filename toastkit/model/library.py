@@ -117,8 +117,7 @@ def removal(name: str) -> Removal:
     own = [path for path in _own_paths(name) if os.path.lexists(path)]
     if len(own) > 1:
         raise UsageError(
-            f"{name} is a file and a directory",
-            hint=f"say {own[0].name} or {own[1].name}{os.sep}",
+            f"{name} is a file and a directory", hint=f"say {own[0].name} or {own[1].name}{os.sep}"
         )
     if own:
         return Removal(own[0].name.removesuffix(SUFFIX), _size(own[0]), (own[0],))

@@ -21,15 +21,7 @@ import mlx.core as mx
 from toastkit.errors import DataError
 from toastkit.native.kv_caches import SCALE_BYTES, as_kept, is_kept
 from toastkit.session.blocks import LayerSource, Stored, TensorSource
-from toastkit.session.layout import (
-    BLOCK_ROWS,
-    ITEM_BYTES,
-    KINDS,
-    KV,
-    Damaged,
-    Layer,
-    Tensor,
-)
+from toastkit.session.layout import BLOCK_ROWS, ITEM_BYTES, KINDS, KV, Damaged, Layer, Tensor
 from toastkit.session.mapped import DTYPES, read_in_place
 from toastkit.session.savepoints import ALWAYS_TRIMMABLE
 from toastkit.store.dtypes import bytes_of

@@ -22,14 +22,7 @@ from toastkit.prefix import common_prefix
 from toastkit.private_files import DataFiles, held_until, pwrite_all
 from toastkit.session.blocks import LayerSource, copy_layer, store_layer
 from toastkit.session.extents import Space, align
-from toastkit.session.layout import (
-    Header,
-    Layer,
-    LogitsRecord,
-    Part,
-    SavepointRecord,
-    TokenRecord,
-)
+from toastkit.session.layout import Header, Layer, LogitsRecord, Part, SavepointRecord, TokenRecord
 from toastkit.session.savepoints import ALWAYS_TRIMMABLE, Savepoint, can_trim
 from toastkit.session.upkeep import CACHE_FILE, LOGITS_FILE, TOKENS_FILE
 

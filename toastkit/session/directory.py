@@ -97,12 +97,7 @@ class Session(LastCommit):
         return cls(path, fingerprint, lock, durable, made)._opened()
 
     @classmethod
-    def adopt(
-        cls,
-        path: Path | str,
-        fingerprint: str | None,
-        lock: WriterLock,
-    ) -> Session:
+    def adopt(cls, path: Path | str, fingerprint: str | None, lock: WriterLock) -> Session:
         """Open a session whose lock this process holds already, as after a hand-over. Takes
         ownership of the lock, and releases it if this raises (as open does)."""
         return cls(Path(path), fingerprint, lock)._opened()

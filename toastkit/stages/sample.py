@@ -38,9 +38,7 @@ class DrawOptions(NamedTuple):
 
 
 def sample(
-    frames: Iterable[Frame],
-    sampler_for: Callable[[Head], tuple[Any, DrawOptions]],
-    feed: Feed,
+    frames: Iterable[Frame], sampler_for: Callable[[Head], tuple[Any, DrawOptions]], feed: Feed
 ) -> Iterator[Frame]:
     """Sample on the host: each token is known, sent and passed on before the next frame is read.
 

@@ -14,14 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toastkit.errors import DataError
-from toastkit.model.safetensors import (
-    ITEM_BYTES,
-    LENGTH,
-    MAX_HEADER_BYTES,
-    METADATA,
-    Entry,
-    chunks,
-)
+from toastkit.model.safetensors import ITEM_BYTES, LENGTH, MAX_HEADER_BYTES, METADATA, Entry, chunks
 from toastkit.model.toast_format import (
     CHECKSUMS_KEY,
     DIGEST_BYTES,

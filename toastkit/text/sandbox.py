@@ -91,9 +91,7 @@ def _tojson(
 @lru_cache(maxsize=1)
 def _environment() -> sandbox.ImmutableSandboxedEnvironment:
     environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", GenerationTag],
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
     environment.filters["tojson"] = _tojson
     environment.globals.update(

@@ -5,16 +5,7 @@ from __future__ import annotations
 from tests.model.reference import OLD_MLX_LM
 
 from .dense import HEAD, HEADS, KV_HEADS, SIZES, layer
-from .writing import (
-    HIDDEN,
-    Checkpoint,
-    Shapes,
-    attention,
-    feed_forward,
-    matrices,
-    norms,
-    outside,
-)
+from .writing import HIDDEN, Checkpoint, Shapes, attention, feed_forward, matrices, norms, outside
 
 EXPERTS, EXPERT_WIDTH = 8, 64
 

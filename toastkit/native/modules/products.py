@@ -9,14 +9,7 @@ import mlx.core as mx
 
 from toastkit.native import operations
 from toastkit.native.functions import Native
-from toastkit.native.library import (
-    BITS,
-    DIGITS,
-    FLOATS,
-    GROUP_SIZES,
-    NONE,
-    in_use,
-)
+from toastkit.native.library import BITS, DIGITS, FLOATS, GROUP_SIZES, NONE, in_use
 from toastkit.native.operands import Operand
 
 NARROW = (mx.float16, mx.bfloat16)
