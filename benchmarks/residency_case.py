@@ -168,7 +168,7 @@ class Model:
         self._files_in_place()
 
     def _open(self) -> Any:
-        from toastkit.commands.resident_flags import RESIDENT
+        from toastkit.commands.policy_flags import RESIDENT
         from toastkit.engine.opening import open_engine
         from toastkit.gears.gear_options import GearOptions
         from toastkit.model.locate import locate

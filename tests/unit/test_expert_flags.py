@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toastkit.commands.decode import decode
-from toastkit.commands.expert_flags import expert_options, insisted, reject_unused
 from toastkit.commands.perplexity import perplexity
+from toastkit.commands.policy_flags import expert_options, insisted_experts, reject_unused
 from toastkit.commands.prefill import prefill
 from toastkit.commands.run_reports import counted_experts, tell_stats, told
 from toastkit.errors import UsageError
@@ -30,7 +30,7 @@ def options(*arguments: str, command: click.Command = decode) -> ExpertsOptions 
 def held_to(*arguments: str) -> str | None:
     """What a daemon has to have."""
     with context(*arguments) as made:
-        return insisted(made.params)
+        return insisted_experts(made.params)
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 
 from tests.unit.fake_daemon import signals_put_back
 from tests.unit.mdoc import MAN, Page
-from toastkit.commands import cli, resident_flags
+from toastkit.commands import cli
 from toastkit.commands.decode import decode
-from toastkit.commands.prefill import prefill
-from toastkit.commands.resident_flags import (
-    insisted,
+from toastkit.commands.policy_flags import (
+    RESIDENT,
+    insisted_residency,
     reject_unused,
     residency_options,
     slot_options,
 )
+from toastkit.commands.prefill import prefill
 from toastkit.commands.run_reports import counted_residency, counted_slots, tell_stats
 from toastkit.errors import UsageError
 from toastkit.experts.experts_options import PREFETCHES, SlotOptions
@@ -54,7 +55,7 @@ def slots(*arguments: str) -> SlotOptions | None:
 def held_to(*arguments: str) -> str | None:
     """What a daemon has to have."""
     with context(*arguments) as made:
-        return insisted(made.params)
+        return insisted_residency(made.params)
 
 
 def check(*arguments: str) -> None:
@@ -124,7 +125,7 @@ def test_nonsense_is_a_usage_error(option: str, word: str) -> None:
 @given(st.text(max_size=20))
 def test_any_text_is_taken_or_refused(word: str) -> None:
     try:
-        amount = resident_flags.RESIDENT.convert(word, None, None)
+        amount = RESIDENT.convert(word, None, None)
     except click.BadParameter:
         return
     made = ResidencyOptions(*amount)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from toastkit.client.output import write_text
-from toastkit.commands import cli, gear_flags, options, policy_flags, run_reports
+from toastkit.commands import cli, options, policy_flags, run_reports
 from toastkit.commands.sizes import IntegerRange
 from toastkit.errors import UsageError
 from toastkit.frames import End, Frame, Text, Token, starts_frames
@@ -74,7 +74,7 @@ def _refuse_text(prompt: tuple[str, ...], flags: dict[str, Any]) -> None:
     cli.refuse_together("is for text, but stdin holds frames", *ONLY_TEXT)
     if not flags["greedy"] and flags["force"] is None:
         why = "is not for the middle of a pipe: give it to toast-entropy-gear"
-        cli.refuse_together(why, *gear_flags.TELEMETRY_NAMES)
+        cli.refuse_together(why, *policy_flags.TELEMETRY_NAMES)
 
 
 def _first_byte(prompt: tuple[str, ...], flags: dict[str, Any]) -> bytes:
@@ -107,7 +107,7 @@ def _filter(flags: dict[str, Any], first: bytes) -> int:
     if flags["gear"] == "auto":
         from toastkit.stages.gear import Follower, followed
 
-        follower = Follower(gear_flags.gear_rules(flags))
+        follower = Follower(policy_flags.gear_rules(flags))
     engines = Engines(flags, prompts=False)
 
     def build(frames, signals):
@@ -195,7 +195,7 @@ def _stages(wanted, tokenizer, flags, chain, engine, here, signals, outcome):
         ),
         text=TextOptions(flags["stop"], flags["keep_special"], flags["echo"]),
         telemetry=flags["as_json"],
-        gears=gear_flags.gear_settings(flags),
+        gears=policy_flags.gear_settings(flags),
     )
     # The logits of a daemon are on the host.
     deferred = here and draws_on_device(device.start(flags["device"]), settings, experts)

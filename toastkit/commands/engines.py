@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from toastkit.commands import policy_flags, resident_flags
+from toastkit.commands import policy_flags
 from toastkit.commands.cli import given, say
 from toastkit.commands.options import native_options
 from toastkit.commands.progress import last_part, tell_silence, waiting, watched
@@ -91,7 +91,7 @@ def attach(
         return None
     from toastkit.engine.remote import attach as attach_to_daemon
 
-    tell, insisted = say if flags["verbose"] else None, resident_flags.insisted(flags)
+    tell, insisted = say if flags["verbose"] else None, policy_flags.insisted_residency(flags)
     silent = partial(tell_silence, path) if watched(flags) else None
     warn = None if flags["quiet"] else say
     device, dtype, kv_bits = (flags[name] for name in ("device", "dtype", "kv_bits"))

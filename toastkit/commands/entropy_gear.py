@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from toastkit.commands import cli, options
-from toastkit.commands.gear_flags import TELEMETRY_NAMES, gear_rules, telemetry
+from toastkit.commands.policy_flags import TELEMETRY_NAMES, gear_rules, telemetry
 from toastkit.errors import NoInputError, ToastError, did_you_mean
 from toastkit.native.starting import NativeOptions
 from toastkit.text.exact_numbers import counted

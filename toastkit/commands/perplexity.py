@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import cli, gear_flags, options, policy_flags, run_reports
+from toastkit.commands import cli, options, policy_flags, run_reports
 from toastkit.commands.progress import ProgressBar, last_part, watched
 from toastkit.commands.score_reports import Gearing, JsonReport, Report, Text, TextReport, line
 from toastkit.commands.sizes import IntegerRange
@@ -86,7 +86,7 @@ def _check(flags: dict[str, Any]) -> None:
     if flags["gear"] != "auto":
         return
     cli.refuse_together("and --gear auto exclude each other", "chunk")
-    gear_flags.gear_rules(flags)
+    policy_flags.gear_rules(flags)
 
 
 def _window(wanted: int | None, context: int | None) -> int:
@@ -160,7 +160,7 @@ def _choosers(checkpoint: ModelFiles, vocab: int, flags: dict[str, Any]) -> Call
 
     said: list[str] = []
     head = Head(checkpoint.name, fingerprint(checkpoint), vocab, eos=[])
-    options = selector_for(head, gear_flags.gear_rules(flags, said.append)).options
+    options = selector_for(head, policy_flags.gear_rules(flags, said.append)).options
     if flags["verbose"]:
         cli.say(said[0])  # about thresholds; there is no prompt to report on
     return lambda: by_selector(GearSelector(vocab, options))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from toastkit.commands import cli, completion, options
-from toastkit.commands.gear_flags import gear_bits, gear_scope
 from toastkit.commands.models import as_json, say_verbose, table
 from toastkit.commands.plan_residency import lines, residency_flags, work_out
+from toastkit.commands.policy_flags import gear_bits, gear_scope
 from toastkit.commands.sizes import Size
 from toastkit.errors import UsageError
 from toastkit.text.terminal import shown

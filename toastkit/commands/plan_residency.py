@@ -10,7 +10,7 @@ import click
 
 from toastkit.commands import cli
 from toastkit.commands.options import native_options, together
-from toastkit.commands.resident_flags import placement
+from toastkit.commands.policy_flags import placement
 from toastkit.commands.sizes import IntegerRange, Size
 from toastkit.errors import ToastError, UsageError
 from toastkit.native.starting import NativeOptions

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toastkit.commands import (
-    cli,
-    completion,
-    expert_flags,
-    options,
-    policy_flags,
-    resident_flags,
-    run_reports,
-)
+from toastkit.commands import cli, completion, options, policy_flags, run_reports
 from toastkit.errors import DataError, NoInputError, UsageError
 from toastkit.native.starting import NativeOptions
 
@@ -230,8 +222,8 @@ def _settings(flags: dict[str, Any], request_options: dict[str, Any], lines: Lin
         options=request_options,
         output=form,
         model=options.absolute_model(flags["model"]),
-        resident=resident_flags.insisted(flags),
-        experts=expert_flags.insisted(flags),
+        resident=policy_flags.insisted_residency(flags),
+        experts=policy_flags.insisted_experts(flags),
         tools=options.read_tools(flags["tools"]),
         progress=Progress(ProgressBar) if watched(flags) else None,
         keep=not flags["no_history"],
