@@ -14,8 +14,7 @@ import pytest
 
 from tests.unit.fake_daemon import FakeDaemon, answer, failure
 from toastkit import errors
-from toastkit.client.backend import OtherModel, Wanted, choose_backend
-from toastkit.client.local_backend import LocalBackend
+from toastkit.client.backend import LocalBackend, OtherModel, Wanted, choose_backend
 from toastkit.client.socket_backend import SocketBackend
 from toastkit.daemon.service_settings import ServiceSettings
 from toastkit.engine.policy_options import PolicyOptions

@@ -1,8 +1,7 @@
 """toast: get an answer, from a daemon or in this process.
 
-backend.py         THE seam: a request goes to a backend, replies come back; chooses the backend
+backend.py         THE seam: a request goes to a backend, replies come back; this process is one
 socket_backend.py  toasted, over its Unix socket
-local_backend.py   this process, without a daemon
 turn.py            one request and its answer, and what of it is kept
 chats.py           conversations on disk
 output.py          replies on stdout and stderr
