@@ -100,7 +100,7 @@ def one_of(*names: str) -> Expected:
     return check
 
 
-ANY, ERROR = one_of(*LAST), one_of("error")
+ANY = one_of(*LAST)
 
 
 class Attack:

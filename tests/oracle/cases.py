@@ -70,17 +70,10 @@ FACTORS = {
 LONGROPE = rope("longrope", factor=4.0, original_max_position_embeddings=64, **FACTORS)
 # Beyond its first context the long factors hold.
 LONGROPE_LONG = rope("longrope", factor=8.0, original_max_position_embeddings=32, **FACTORS)
-
-
-def by_layer(**settings: Any) -> dict[str, Any]:
-    kinds = {FULL: THETA, SLIDING: 20000.0}
-    return {"rope_parameters": {
-        kind: {"rope_type": "default", "rope_theta": theta, **settings}
-        for kind, theta in kinds.items()
-    }}  # fmt: skip
-
-
-MELLUM, MIMO = by_layer(), by_layer(partial_rotary_factor=0.5)
+MELLUM = {"rope_parameters": {
+    kind: {"rope_type": "default", "rope_theta": theta}
+    for kind, theta in ((FULL, THETA), (SLIDING, 20000.0))
+}}  # fmt: skip
 GEMMA4 = {
     **SOME_SLIDE, "hidden_size_per_layer_input": 0, "rope_parameters": {
         FULL: {"rope_type": "proportional", "rope_theta": THETA, "partial_rotary_factor": 0.25},

@@ -30,15 +30,14 @@ class _Deferred(ModuleType):
             raise AttributeError(name)
         self.__dict__["_running"] = True
         spec = self.__spec__
-        assert spec is not None and spec.loader is not None  # set by _mlx_lm
+        assert spec is not None and spec.loader is not None  # set by _defer_mlx_lm
         spec.loader.exec_module(self)
         return getattr(self, name)
 
 
-def _mlx_lm() -> ModuleType:
-    module = sys.modules.get("mlx_lm")
-    if module is not None:
-        return module
+def _defer_mlx_lm() -> None:
+    if "mlx_lm" in sys.modules:
+        return
     spec = mlx_lm_spec()
     module = _Deferred("mlx_lm")
     module.__spec__ = spec
@@ -46,7 +45,6 @@ def _mlx_lm() -> ModuleType:
     module.__file__ = spec.origin
     module.__package__ = "mlx_lm"
     sys.modules["mlx_lm"] = module
-    return module
 
 
 def import_architecture(config: ModelConfig) -> ModuleType:
@@ -54,7 +52,7 @@ def import_architecture(config: ModelConfig) -> ModuleType:
 
     Raises DataError for a model type that mlx_lm does not know, or that cannot work here.
     """
-    _mlx_lm()
+    _defer_mlx_lm()
     name = module_name(config.model_type, config.raw.get("architectures"))
     check_supported(config.model_type, name)
     if not (mlx_lm_folder() / "models" / f"{name}.py").is_file():

@@ -8,10 +8,10 @@ from toastkit.text.exact_numbers import exact_number, exact_size
 
 COUNTED = ("layers", "percent")
 PLACEMENTS = ("first", "last", "interleaved")
-PRIORITIES = ("max-tps", "balanced", "max-context")
 # Tokens that KV cache is reserved for (paper 001, section 3.4); None: as many as the model can
 # read.
 RESERVED_TOKENS = {"max-tps": 512, "balanced": 1024, "max-context": None}
+PRIORITIES = tuple(RESERVED_TOKENS)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from toastkit.errors import DataError
@@ -54,7 +53,8 @@ def check_messages(document: Any) -> list[dict]:
         raise DataError("messages: the list is empty")
     for i, entry in enumerate(document, 1):
         _check_message(entry, f"message {i}")
-    check_size([fields for entry in document for fields in _others(entry)], "messages")
+    others = [x for entry in document for x in entry.values() if not isinstance(x, str)]
+    check_size(others, "messages")
     return document
 
 
@@ -151,11 +151,6 @@ def parse_json(data: str | bytes, what: str) -> Any:
     finally:
         gc.enable()
     return document
-
-
-def _others(entry: dict) -> Iterator[Any]:
-    """Iterate over a message's values that are not text."""
-    return (value for value in entry.values() if not isinstance(value, str))
 
 
 def _check_message(entry: Any, where: str) -> None:
