@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from toastkit.model.config import ModelConfig
+from toastkit.native.kv_caches import leaves
 from toastkit.store.skeleton import holds_experts
 from toastkit.store.store import Store
 
@@ -243,7 +244,9 @@ def _cache_bytes(cache: list) -> dict[str, Any]:
     state, which do not depend on length. dtype: of keys, or of the state if there are none."""
     growing = windows = state = 0
     dtypes: list[mx.Dtype] = []
-    for part in _flat(cache):
+    for part in leaves(cache):
+        if part is None:
+            continue
         keys, values = getattr(part, "keys", None), getattr(part, "values", None)
         if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
             flat: Any = tree_flatten(part.state)  # of a recurrent state, however nested
@@ -263,11 +266,3 @@ def _cache_bytes(cache: list) -> dict[str, Any]:
         "window_bytes": windows,
         "state_bytes": state,
     }
-
-
-def _flat(caches: Iterable[Any]) -> Iterator[Any]:
-    for cache in caches:
-        if hasattr(cache, "caches"):
-            yield from _flat(cache.caches)
-        elif cache is not None:
-            yield cache
