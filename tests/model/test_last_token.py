@@ -3,6 +3,7 @@ alone, one reading of streamed layers; and as before where it would not be the s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +13,14 @@ import pytest
 from tests.model.checkpoints import SIZES, open_model, write_random
 from tests.model.moe_checkpoints import written
 from tests.model.reference import OLD_MLX_LM, needs_new_mlx_lm
-from tests.native_library import built, cache, library, needed
+from tests.native_library import built, cache, library, needed, operations_of
 from toastkit.engine import last_token
 from toastkit.engine.engine import Engine
 from toastkit.engine.last_token import LastToken
 from toastkit.engine.state import ModelState
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.gears.gear_options import GearOptions
+from toastkit.native.library import Library
 from toastkit.native.replacing import last_position_only
 from toastkit.residency.residency_options import ResidencyOptions
 
@@ -172,3 +174,15 @@ def test_policies_that_tell_steps_from_prompts(tmp_path: Path, policy: dict) -> 
 
 def test_mlx_takes_it_by_itself(tmp_path: Path) -> None:
     assert passes(opened(tmp_path, "llama", native="off"), 12)[0] == [11, 12]
+
+
+def test_operations_are_counted_as_mlx_prints_them(library: Library) -> None:
+    """Those of several arrays: once where they are shared, or have several outputs. None of what is
+    computed."""
+    cache, new = mx.random.normal((1, 2, 8, 4)), mx.ones((1, 2, 1, 4))
+    keys, _, seen, _ = library.append([cache, cache], [new, new], 5)
+    arrays = [mx.tanh(keys) + mx.tanh(seen).sum(), mx.split(keys * 2, 2, 1)[1], keys]
+    assert library.operations(arrays) == Counter(operations_of(*arrays))
+    assert library.operations(arrays)["ToastAppend"] == 1
+    mx.eval(arrays)
+    assert not library.operations(arrays)
