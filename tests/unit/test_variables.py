@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +73,16 @@ def test_a_bad_value_is_said_to_be_that_of_the_variable(
     name, *arguments = command.split()
     code = 65 if variable == "STOP" else 64
     assert lines_of(here(name, *arguments), name, code)[0].startswith(message)
+
+
+def test_no_variable_names_another_model_than_a_stream(toast, tmp_path: Path) -> None:
+    """Saved frames come out as they are, whatever the shell's profile exports."""
+    env = {"TOAST_MODEL": "nope"}
+    frames = toast("tokenize", "-m", "crumb", "--raw", "A fox", stdin=b"").stdout
+    assert toast("detokenize", "--echo", stdin=frames, env=env).stdout == b"A fox"
+    refused = toast("detokenize", "--echo", "-m", "nope", stdin=frames)
+    assert lines_of(refused, "detokenize", 66)[0] == "no such model: nope"
+    read = toast("prefill", "--session", str(tmp_path / "own"), stdin=frames, env=env)
+    assert read.returncode == 0
+    done = toast("decode", "--greedy", "-n", "1", stdin=read.stdout, env=env)
+    assert done.returncode == 0

@@ -97,6 +97,7 @@ def _filter(flags: dict[str, Any], first: bytes) -> int:
 
     if flags["greedy"] and flags["force"] is not None:
         raise UsageError("--greedy and --force exclude each other")
+    options.let_stream_name_model(flags)
     own: Any = None
     if flags["greedy"]:
         own = GreedyFeed()

@@ -31,6 +31,7 @@ def detokenize(**flags) -> int:
     from toastkit.text.tokenizer import Tokenizer
     from toastkit.threads import never_interrupt
 
+    options.let_stream_name_model(flags)
     cli.typed_wins(flags, "as_frames", "no_newline")
     if flags["as_frames"]:
         cli.refuse_together("is for text, not with --frames", "no_newline")

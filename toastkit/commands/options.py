@@ -83,6 +83,12 @@ def model_name(flags: dict[str, Any]) -> str:
     return flags["model"] or "crumb"
 
 
+def let_stream_name_model(flags: dict[str, Any]) -> None:
+    """Frames: only a typed -m names another model than the stream, no variable."""
+    if not cli.given("model"):
+        flags["model"] = None
+
+
 def checkpoint(flags: dict[str, Any]) -> ModelFiles:
     """The files of that model. Raises as locate."""
     from toastkit.model.locate import locate

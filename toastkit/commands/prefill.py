@@ -27,6 +27,7 @@ def prefill(**flags) -> int:
     from toastkit.stages.run.pipe_prefill import PrefillEnd
 
     policy_flags.reject_unused(flags)
+    options.let_stream_name_model(flags)
     settings = read_options(flags)
     engines = Engines(flags)
 
