@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from tests.model.test_native_operations import alike, library, numbers
 from tests.native_library import needed
-from toastkit.native.library import Library
+from toastkit.native.library import Library, objects
 
 __all__ = ["library"]
 pytestmark = needed
@@ -86,6 +87,24 @@ def test_no_writer_of_caches_is_left_waiting_without_memory(library: Library) ->
     del keys
     with little_memory(), pytest.raises(MemoryError):
         mx.eval(made[0])
+    deadline = time.monotonic() + 9
+    mx.eval(made)
+    assert time.monotonic() < deadline, "it waited for an operation that never ran"
+
+
+def test_nor_is_one_of_a_row_where_there_was_none_for_the_next(library: Library) -> None:
+    """The first row's caches had their buffers."""
+    empty = mx.broadcast_to(mx.array(0.0), (1, 2, 1 << 18, 32))
+    own = [mx.zeros((1, 2, 4, 32)) for _ in range(2)]
+    new = [mx.ones((2, 2, 1, 32)) for _ in range(2)]
+    mx.eval(own, new)
+    made = [mx.array(0) for _ in range(4)]
+    numbers_of = (ctypes.c_int * 2)(1, 0)
+    given = objects(*own, empty, empty, *new)
+    library.c.append_apart(objects(*made), given, numbers_of, (ctypes.c_int * 2)(), 2)
+    del own, given
+    with little_memory(), pytest.raises(MemoryError):
+        mx.eval(made)
     deadline = time.monotonic() + 9
     mx.eval(made)
     assert time.monotonic() < deadline, "it waited for an operation that never ran"

@@ -103,10 +103,10 @@ void view_prefix(const mx::array &cache, mx::array &part) {
 // inputs: key cache, value cache, new keys, new values. outputs: both caches, and views of both up
 // to the last position.
 void append(const Arrays &arrays, int64_t first) {
+  const auto written = guards_of(arrays, 4);
   for (int i = 0; i < 2; i++) {
     const mx::array &x = arrays[2 + i];
     mx::array cache = arrays[4 + i];
-    const WriterGuard written(arrays[4 + i]);
     const Rows rows(x);
     write_heads(arrays[i], cache,
                 {rows.data(), x.shape(0), x.shape(1), x.shape(2), x.shape(3),
@@ -152,12 +152,12 @@ Arrays appended(const Arrays &inputs, int first, int positions) {
 // updated caches.
 void append_apart(const Arrays &arrays, const std::vector<int> &firsts) {
   const size_t n = firsts.size();
+  const auto written = guards_of(arrays, 2 * n + 2, n);
   const Rows added[2] = {Rows(arrays[2 * n]), Rows(arrays[2 * n + 1])};
   for (size_t i = 0; i < 2 * n; i++) {
     const mx::array &x = arrays[2 * n + i % 2];
     const Rows &rows = added[i % 2];
     mx::array cache = arrays[2 * n + 2 + i];
-    const WriterGuard written(arrays[2 * n + 2 + i]);
     write_heads(arrays[i], cache,
                 {rows.data() + int64_t(i / 2) * rows.stride(0) * int64_t(x.itemsize()), 1,
                  x.shape(1), x.shape(2), x.shape(3),
@@ -180,7 +180,7 @@ Arrays appended_apart(Arrays inputs, std::vector<int> firsts, const int *positio
   return lazy("ToastAppendApart", std::move(shapes), dtypes, std::move(inputs),
               [firsts = std::move(firsts)](const Arrays &arrays) { append_apart(arrays, firsts); },
               [n](const Arrays &inputs, Arrays &outputs) {
-    for (size_t i = 0; i < n; i++) allocate_caches(&inputs[2 * i], &outputs[2 * i]);
+    allocate_caches(inputs.data(), outputs.data(), n);
   });
 }
 
@@ -249,16 +249,16 @@ void check_cache(const mx::array &cache, const mx::Shape &heads, int first) {
   cache_type(cache);
 }
 
-void allocate_caches(const mx::array *before, mx::array *caches) {
-  for (int i = 0; i < 2; i++) allocate_cache(before[i], caches[i]);
-  register_writer(caches);
+void allocate_caches(const mx::array *before, mx::array *caches, size_t n) {
+  for (size_t i = 0; i < 2 * n; i++) allocate_cache(before[i], caches[i]);
+  register_writer(caches, n);
 }
 
-void register_writer(const mx::array *caches) {
+void register_writer(const mx::array *caches, size_t n) {
   const std::lock_guard<std::mutex> lock(pending.mutex);
   if (pending.count.size() > MAX_REMEMBERED)
     std::erase_if(pending.count, [](const auto &one) { return !one.second; });
-  for (int i = 0; i < 2; i++)
+  for (size_t i = 0; i < 2 * n; i++)
     if (caches[i].size()) pending.count[caches[i].data<char>()]++;
 }
 
@@ -272,13 +272,13 @@ WriterGuard::~WriterGuard() {
 
 void allocate_reader(const Arrays &inputs, Arrays &outputs) {
   allocate_by_position(inputs, outputs);
-  for (size_t i = 1; i + 1 < inputs.size(); i += 2) register_writer(&inputs[i]);
+  register_writer(&inputs[1], (inputs.size() - 1) / 2);  // sinks may follow
 }
 
-std::deque<WriterGuard> reader_of(const Arrays &arrays, size_t rows) {
-  std::deque<WriterGuard> read;
-  for (size_t i = 1; i <= 2 * rows; i++) read.emplace_back(arrays[i]);
-  return read;
+std::deque<WriterGuard> guards_of(const Arrays &arrays, size_t first, size_t n) {
+  std::deque<WriterGuard> guards;
+  for (size_t i = 0; i < 2 * n; i++) guards.emplace_back(arrays[first + i]);
+  return guards;
 }
 
 void write_heads(const mx::array &before, mx::array &cache, const toast_heads &heads,
