@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 from mlx_lm.models import cache as mlx_caches
 
 from tests.model.test_mapped_state import commit, is_mapped, restored, rows, run
-from tests.native_library import built, cache, library, needed, operations_of
+from tests.native_library import built, cache, library, native_path, needed, operations_of
 from toastkit.native import kv_caches
 from toastkit.native.batched_caches import ApartKVCache, _gathered, attend, merged
 from toastkit.native.library import Library
@@ -117,6 +120,32 @@ def test_no_addresses_are_kept_that_count(
         resource.setrlimit(resource.RLIMIT_AS, limits)
     assert rows(theirs) == rows(own)
     assert before is not None and after is not None and before - after < 1 << 28
+
+
+def test_nor_where_they_count_against_memory(cache: Path, tmp_path: Path) -> None:
+    """As where Linux never overcommits: other memory would be missing, and soon all of it."""
+    mode = tmp_path / "overcommit_memory"
+    mode.write_text("2\n")
+    beside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
+    bound = [*beside, f'mount --bind {mode} /proc/sys/vm/overcommit_memory; exec "$@"', "sh"]
+    with suppress(OSError):
+        if subprocess.run([*bound, "true"], stderr=subprocess.DEVNULL).returncode == 0:
+            code = f"""
+import mlx.core as mx
+from toastkit.native.library import load
+library, kept = load({str(native_path(cache))!r}), [mx.zeros((1, 1, 8192, 128))] * 2
+new = [mx.ones((1, 1, 1, 128))] * 2
+made = library.append(kept, new, 8192, 8448)
+mx.eval(made)
+maps = [line.split()[0].split("-") for line in open("/proc/self/maps")]
+print(max(int(last, 16) - int(first, 16) for first, last in maps) < 1 << 28)
+"""
+            done = subprocess.run(
+                [*bound, sys.executable, "-c", code], capture_output=True, text=True
+            )
+            assert (done.stdout, done.stderr) == ("True\n", "")
+            return
+    pytest.skip("no mounts of its own")
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.int8])

@@ -4,6 +4,7 @@
 // result only if it owns it, which it does not here. Pages that are written to all the same are
 // private copies (MAP_PRIVATE), and never reach a file.
 #include <errno.h>
+#include <fcntl.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/mman.h>
@@ -32,14 +33,19 @@ constexpr int MAX_MAPS = 1 << 15;
 
 int64_t pages(int64_t bytes) { return (bytes + SYSTEM_PAGE - 1) / SYSTEM_PAGE * SYSTEM_PAGE; }
 
-// Whether addresses that nothing is written to count against a limit of this process: those to grow
-// in would be missing elsewhere.
+// Whether addresses that nothing is written to count against a limit, of this process or, where
+// Linux never overcommits, of the machine: those to grow in would be missing elsewhere.
 bool addresses_count() {
   for (const auto kind : {RLIMIT_AS, RLIMIT_DATA}) {
     rlimit most;
     if (!getrlimit(kind, &most) && most.rlim_cur != RLIM_INFINITY) return true;
   }
-  return false;
+  const int fd = open("/proc/sys/vm/overcommit_memory", O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return false;
+  char mode = 0;
+  const bool never = read(fd, &mode, 1) == 1 && mode == '2';
+  close(fd);
+  return never;
 }
 
 // See toast_room_to_grow.
