@@ -29,8 +29,11 @@ mx::array::Flags flags_by_position(const mx::array &cache) {
 }
 
 bool is_by_position(const mx::array &cache) {
-  return cache.flags().row_contiguous == is_single(cache) &&
-         cache.strides() == strides_by_position(cache);
+  const auto strides = strides_by_position(cache);
+  if (cache.flags().row_contiguous != is_single(cache)) return false;
+  for (size_t axis = 0; axis < strides.size(); axis++)  // MLX sets any stride where there is one
+    if (cache.shape(axis) != 1 && cache.strides(axis) != strides[axis]) return false;
+  return true;
 }
 
 // Registered writers by buffer. The last one leaves a count of 0, as MLX still holds the buffer for
@@ -223,8 +226,8 @@ Arrays padded(Arrays inputs, std::vector<int> lengths) {
 
 // Copies all positions of a cache to one that has as many or more.
 void copy_positions(const mx::array &before, mx::array &cache) {
-  const bool same_order = before.shape(2) == cache.shape(2) || is_by_position(cache);
-  if (same_order && before.strides() == cache.strides()) {
+  const bool same = before.shape() == cache.shape() && before.strides() == cache.strides();
+  if (same || (is_by_position(before) && is_by_position(cache))) {
     memcpy(cache.data<char>(), before.data<char>(), before.nbytes());
     return;
   }
