@@ -126,10 +126,16 @@ class Engine:
         prompts: False if none will be read, which saves examining the model for last_token.py, a
         sixth of the CPU time of loading crumb. Raises DataError, IOFailure, NoInputError."""
         if not self._loaded:
-            if prompts and not any(policy.tells_steps for policy in self.policies):
-                self.last_token.examine(self.holdings)
+            examined = prompts and not any(policy.tells_steps for policy in self.policies)
             deciding = [policy for policy in self.policies if policy.decide(PROMPT)]
+            first = decided(dict.fromkeys(self.holdings.modules, ORIGINAL), self.policies)
+            # The plans of native layers are then made once, for what is loaded.
+            loaded_first = all(form.whole for form in first.values())
+            if examined and not loaded_first:
+                self.last_token.examine(self.holdings)
             self._change(deciding, self.holdings.modules)
+            if examined and loaded_first:
+                self.last_token.examine(self.holdings)
             self._loaded = True
 
     def decide(self, wish: Wish) -> bool:

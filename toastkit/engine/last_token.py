@@ -52,7 +52,7 @@ class LastToken:
         self._heads: list[Any] = []
 
     def examine(self, holdings: Holdings) -> None:
-        """Examine a model before any of its weights are loaded."""
+        """Examine a model before any of its weights are loaded, or when all of them are."""
         self._heads = _found(holdings) if holdings.types.native else []
 
     @property

@@ -157,8 +157,10 @@ class Holdings:
 
     @contextmanager
     def shapes_only(self) -> Iterator[None]:
-        """Context in which all modules hold unevaluated arrays of the right shapes and dtypes, so
-        that a pass can be built, but not evaluated. For a model of which nothing is loaded."""
+        """Context in which all modules hold arrays of the right shapes and dtypes, so that a pass
+        can be built, but not evaluated. For a model of which nothing is loaded, or all of it."""
+        if all(holding.form.whole for holding in self.modules.values()):
+            return (yield)
         for holding in self.modules.values():
             arrays = {
                 name: mx.zeros(self.store.shape(name), self.loaded_dtype(name))

@@ -36,7 +36,8 @@ READ_ELSEWHERE = re.compile(
 )
 
 
-def native(cls: type) -> type:
+@cache
+def native(cls: Any) -> type:
     """Return the native class for one of mlx or mlx_lm; the class itself if there is none, or it is
     native."""
     if is_native(cls):
@@ -60,7 +61,7 @@ def use_native(modules: Iterable[nn.Module]) -> None:
     """Make modules native that have no weights of their own, or whose weights are never evicted."""
     modules = list(modules)
     # Modules that are default arguments of __init__ are shared by all models of the process.
-    shared = {id(part) for module in modules for part in _defaults(type(module))}
+    shared = {id(part) for cls in {*map(type, modules)} for part in _defaults(cls)}
     for module in modules:
         if id(module) not in shared and (cls := native(type(module))) is not type(module):
             module.__class__ = cls
