@@ -131,8 +131,7 @@ def packed_class(
         )
         inherited = {"_wide", "_activation_bits"} & attributes.keys()
         same = {name: attributes[name] for name in inherited}
-        kind: Any = type(made)
-        kind = native(kind) if is_native(cls) else kind
+        kind = native(type(made)) if is_native(cls) else type(made)
         base = Kind(kind, {**vars(made), **same})
     own = {
         "packed_bits": form.bits, "_columns": columns, "_fused": fused, "_original": original,

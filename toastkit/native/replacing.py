@@ -36,8 +36,7 @@ READ_ELSEWHERE = re.compile(
 )
 
 
-@cache
-def native(cls: Any) -> type:
+def native(cls: type) -> type:
     """Return the native class for one of mlx or mlx_lm; the class itself if there is none, or it is
     native."""
     if is_native(cls):
@@ -60,10 +59,11 @@ def native(cls: Any) -> type:
 def use_native(modules: Iterable[nn.Module]) -> None:
     """Make modules native that have no weights of their own, or whose weights are never evicted."""
     modules = list(modules)
+    classes = {cls: native(cls) for cls in {*map(type, modules)}}
     # Modules that are default arguments of __init__ are shared by all models of the process.
-    shared = {id(part) for cls in {*map(type, modules)} for part in _defaults(cls)}
+    shared = {id(part) for cls in classes for part in _defaults(cls)}
     for module in modules:
-        if id(module) not in shared and (cls := native(type(module))) is not type(module):
+        if id(module) not in shared and (cls := classes[type(module)]) is not type(module):
             module.__class__ = cls
 
 
