@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from array import array
 from io import BytesIO
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from toastkit.frames import Array, End, FrameReader, Head, Logits, Token, Tokens
 from toastkit.model.config import fingerprint
 from toastkit.model.locate import locate
 from toastkit.session.feed import FeedReader
+from toastkit.session.ring import RingWriter, Summary
+from toastkit.session.run import ring_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = [command.name for command in COMMANDS]
@@ -165,3 +168,16 @@ def test_the_stages_before_the_sampler_import_no_numpy(tmp_path: Path) -> None:
     ((modules, out),) = loaded(tmp_path, ("decode", ["--steps", "1"], prefilled))
     assert [type(frame) for frame in FrameReader(BytesIO(out))][-2:] == [Logits, End]
     assert sorted(modules & free) == []
+
+
+def test_a_sampler_imports_no_numpy_where_decode_has_found_the_likeliest(tmp_path: Path) -> None:
+    writer = RingWriter(ring_of(tmp_path), 4096)
+    logits = writer.write(array("f", range(4096)), lambda: Summary(1.5, -0.25, 723))
+    head = Head("crumb", fingerprint(locate("crumb")), 4096, [2], run=str(tmp_path))
+    frames = [head, Tokens(pack_ids([1])), Logits(1, logits), End("eos", 1)]
+    job = ("sample", ["--no-feed"], b"".join(map(dumps, frames)))
+    ((modules, out),) = loaded(tmp_path, job)
+    writer.close()
+    _, _, token, _ = FrameReader(BytesIO(out))
+    assert (token.id, token.logprob) == (723, -0.25)
+    assert sorted(modules & PROMPT_FREE) == []

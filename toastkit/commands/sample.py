@@ -22,17 +22,19 @@ if TYPE_CHECKING:
 def sample(**flags) -> int:
     from toastkit.commands.pipes import run_filter
     from toastkit.stages.run.pipe_feed import PipeFeed
-    from toastkit.stages.sample import DrawOptions
+    from toastkit.stages.sample import DrawOptions, LateSampler, host_sampler
     from toastkit.stages.sample import sample as stage
 
     def sampler_for(head: Head) -> tuple[Any, DrawOptions]:
-        from toastkit.sampling.host import HostSampler
-
         defaults = _defaults(head)
         options.refuse_idle(flags, defaults)
         chain = options.sampling_options(flags, defaults, _seed(head))
         draw = DrawOptions(chain, flags["top"], flags["max_tokens"], flags["ignore_eos"])
-        return HostSampler(chain, head.vocab, _xtc_special_ids(chain, head)), draw
+        imported = host_sampler
+        if not draw.likeliest:
+            sampler = host_sampler()  # now, while the prompt is read
+            imported = lambda: sampler  # noqa: E731
+        return LateSampler(imported, chain, head.vocab, _xtc_special_ids(chain, head)), draw
 
     options.sampling_options(flags, {}, 0)  # refuse bad values before the first frame
     options.refuse_idle(flags, {}, ("xtc_threshold",))

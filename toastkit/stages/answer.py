@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toastkit.engine.step_engine import StepEngine
@@ -15,14 +15,19 @@ from toastkit.stages.detokenize import TextOptions, detokenize
 from toastkit.stages.prefill import prefill
 from toastkit.stages.run.one_process import LocalRuns
 from toastkit.stages.run.settings import Outcome, ReadOptions, StepOptions
-from toastkit.stages.sample import DrawOptions, sample, sample_deferred
+from toastkit.stages.sample import (
+    DrawOptions,
+    LateSampler,
+    host_sampler,
+    sample,
+    sample_deferred,
+)
 from toastkit.stages.streams import Stage, compose
 from toastkit.text.tokenizer import Tokenizer
 from toastkit.threads import in_background
 
 if TYPE_CHECKING:
     from toastkit.experts.experts_options import ExpertsOptions
-    from toastkit.sampling.host import HostSampler
     from toastkit.stages.follow import GearSettings
 
 
@@ -95,30 +100,6 @@ def xtc_special_ids(chain: SamplingOptions, tokenizer: Tokenizer) -> tuple[int, 
     return (*tokenizer.encode("\n", add_special=False), *tokenizer.eos_ids)
 
 
-def _host_sampler() -> type[HostSampler]:
-    from toastkit.sampling.host import HostSampler
-
-    return HostSampler
-
-
-class _LateSampler:
-    """A HostSampler that is made for its first logits. imported: waits for its class: numpy is
-    imported, in 50 ms, while the prompt is read."""
-
-    def __init__(self, imported: Callable[[], type[HostSampler]], *arguments: Any):
-        self._imported, self._arguments = imported, arguments
-
-    @cached_property
-    def _sampler(self) -> HostSampler:
-        return self._imported()(*self._arguments)
-
-    def choose(self, *arguments: Any) -> int:
-        return self._sampler.choose(*arguments)
-
-    def describe(self, *arguments: Any) -> Any:
-        return self._sampler.describe(*arguments)
-
-
 def _sampling(options: AnswerOptions, runs: LocalRuns, tokenizer: Tokenizer) -> list[Stage]:
     """The stages between logits and tokens: on the device, or with numpy."""
     draw, gears = options.draw, options.gears
@@ -127,7 +108,7 @@ def _sampling(options: AnswerOptions, runs: LocalRuns, tokenizer: Tokenizer) -> 
     if runs.deferred:
         from toastkit.engine.device_sampler import DeviceSampler as new_sampler
     else:
-        new_sampler = partial(_LateSampler, in_background(_host_sampler, "numpy"))
+        new_sampler = partial(LateSampler, in_background(host_sampler, "numpy"))
 
     def sampler_for(head: Head) -> tuple[Any, DrawOptions]:
         return new_sampler(draw.sampling, head.vocab, special), draw

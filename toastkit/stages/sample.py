@@ -6,8 +6,9 @@ the run's `end`, which is passed on with the number of sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toastkit.frames import End, Frame, Head, Logits, Token, Tokens, unpack_ids
@@ -17,6 +18,7 @@ from toastkit.stages.run.protocol import Feed, Next
 from toastkit.stages.streams import ends_run, whole_runs, with_logits
 
 if TYPE_CHECKING:
+    from toastkit.sampling.host import HostSampler
     from toastkit.stages.follow import Follower
 
 
@@ -35,6 +37,41 @@ class DrawOptions(NamedTuple):
     def likeliest(self) -> bool:
         """True if every token is the likeliest, and nothing is wanted of the others."""
         return self.sampling.greedy and not self.top
+
+
+def host_sampler() -> type[HostSampler]:
+    """The class, which imports numpy: in 50 ms or more."""
+    from toastkit.sampling.host import HostSampler
+
+    return HostSampler
+
+
+class LateSampler:
+    """A HostSampler that is made for the first logits that it has to read; greedily, where decode
+    has found the likeliest token, for none. imported: gives, or waits for, its class. Raises as
+    SamplingOptions.validate."""
+
+    def __init__(
+        self,
+        imported: Callable[[], type[HostSampler]],
+        options: SamplingOptions,
+        vocab: int,
+        special: Sequence[int],
+    ):
+        options.validate(vocab)
+        self._imported, self._arguments = imported, (options, vocab, special)
+
+    @cached_property
+    def _sampler(self) -> HostSampler:
+        return self._imported()(*self._arguments)
+
+    def choose(self, *arguments: Any) -> int:
+        """As HostSampler.choose."""
+        return self._sampler.choose(*arguments)
+
+    def describe(self, *arguments: Any) -> Draw:
+        """As HostSampler.describe."""
+        return self._sampler.describe(*arguments)
 
 
 def sample(
