@@ -183,9 +183,10 @@ def test_an_output_matrix_that_is_stored_is_used(said, tmp_path: Path, mlx_start
     index["weight_map"]["lm_head.weight"] = "head.safetensors"
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     embedding = tied.tensor("model.embed_tokens.weight")
-    head = mx.contiguous(embedding[::-1])
-    mx.save_safetensors(str(path / "head.safetensors"), {"lm_head.weight": head})
-    assert same(open_store(path).tensor("lm_head.weight"), head)
+    last = mx.concatenate([embedding[:-1], embedding[-1:] + 1])
+    for head in (mx.contiguous(embedding[::-1]), last):
+        mx.save_safetensors(str(path / "head.safetensors"), {"lm_head.weight": head})
+        assert same(open_store(path).tensor("lm_head.weight"), head)
     mx.save_safetensors(str(path / "head.safetensors"), {"lm_head.weight": embedding})
     assert "lm_head.weight" not in open_store(path).names
 
