@@ -16,6 +16,7 @@ from tests.model.moe_checkpoints import written
 from tests.model.moe_engines import batched_and_alone
 from tests.model.reference import held_by
 from tests.native_library import built, cache, library, needed
+from toastkit.engine.batch import Batch
 from toastkit.engine.engine import Engine
 from toastkit.engine.savepoints import take_savepoint
 from toastkit.engine.state import ModelState
@@ -285,6 +286,27 @@ def test_batches_are_each_alone(tmp_path: Path, name: str, bits: int, apart: boo
         engine.consume(b, 9)
         assert np.array_equal(np.array(a.logits), np.array(b.logits))
         assert {array.dtype for array in keys_of(a.cache)} == {KEPT[bits]}
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "falcon_h1"])
+def test_states_of_sessions_from_elsewhere_join_a_batch(tmp_path: Path, name: str) -> None:
+    """What they hold in bfloat16 is converted as it is for each alone, and the others' is not."""
+    engine = opened(tmp_path, name)
+    together, alone = ([read(engine, ids(count)) for count in (45, 20, 33)] for _ in "ab")
+    for state in (*together[::2], *alone[::2]):
+        for leaf in kv_caches.leaves(state.cache):
+            if hasattr(leaf, "cache"):
+                leaf.cache[0] = leaf.cache[0].astype(mx.bfloat16)  # of the convolution
+            else:
+                leaf.keys, leaf.values = (x.astype(mx.bfloat16) for x in (leaf.keys, leaf.values))
+    batch = Batch(engine, True)
+    batch.join(together[:2])
+    batch.join(together[2:])
+    for token in (7, 9):
+        batch.step([token] * 3)
+        for a, b in zip(together, alone):
+            engine.consume(b, token)
+            assert np.array_equal(np.array(a.logits), np.array(b.logits))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])

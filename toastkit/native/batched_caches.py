@@ -21,11 +21,11 @@ import mlx.core as mx
 
 from toastkit.native.kv_caches import (
     MODULE,
-    as_kept,
     kept_of,
     leaves,
     place_in_ring,
     rotating_dtype,
+    rounded,
     usual_dtype,
     widened,
 )
@@ -55,7 +55,7 @@ class ApartKVCache:
         for row in self._rows:
             kept = usual_dtype(row) or rotating_dtype(row)
             if kept is not None and row.keys.dtype != kept:  # of a session from elsewhere
-                row.keys, row.values = (as_kept(x, kept) for x in (row.keys, row.values))
+                row.keys, row.values = (rounded(x, kept) for x in (row.keys, row.values))
             self.arrays += row.keys, row.values
             row.keys = row.values = None
 
@@ -257,11 +257,14 @@ class RecurrentRows:
 
 
 def _gathered(kept: Sequence[int], state: mx.array, *more: mx.array) -> mx.array:
-    """Some rows of a state (B, ...), then all of more of them: (R, ...) of its dtype, lazy."""
+    """Some rows of a state (B, ...), then all of more of them: (R, ...), lazy. Of other dtypes, as
+    a session from elsewhere may have them, they become one that holds the numbers of all."""
+    dtype = mx.result_type(state, *more)
+    given = [x.astype(dtype) for x in (state, *more)]
     library, [out] = in_use(), unshared(state, 1)
     if library is None:  # it was in use when they joined
-        return mx.concatenate([state[mx.array(list(kept), mx.uint32)], *more])
-    library.c.gather(out, objects(state, *more), 1 + len(more), _ints(kept), len(kept))
+        return mx.concatenate([given[0][mx.array(list(kept), mx.uint32)], *given[1:]])
+    library.c.gather(out, objects(*given), len(given), _ints(kept), len(kept))
     return out
 
 
@@ -273,13 +276,13 @@ def _in_rows(base: type) -> type:
 
 
 def _are_recurrent(layers: Sequence[Any]) -> bool:
-    """True if caches for one layer are mlx_lm's ArraysCache, all with states alike."""
+    """True if caches for one layer are mlx_lm's ArraysCache, all with states of one shape."""
     cls: Any = type(layers[0])
     if (cls.__module__, cls.__qualname__) != (MODULE, "ArraysCache") or in_use() is None:
         return False
     if not all(isinstance(x, mx.array) for layer in layers for x in layer.cache):
         return False  # one has read nothing
-    return len({tuple((x.shape[1:], str(x.dtype)) for x in layer.cache) for layer in layers}) == 1
+    return len({tuple(x.shape[1:] for x in layer.cache) for layer in layers}) == 1
 
 
 def can_stay_apart(caches: Sequence[Any]) -> bool:

@@ -70,7 +70,7 @@ def keep_in(dtype: mx.Dtype, caches: Iterable[Any]) -> set[str]:
 def as_kept(array: mx.array, dtype: mx.Dtype) -> mx.array:
     """Convert keys or values (B, heads, positions, size), of any dtype or as kept, to the dtype
     that they are to be kept in. Beyond the range of float16 they become its largest number."""
-    return _rounded(array, _kept_dtype(array.dtype, dtype))
+    return rounded(array, _kept_dtype(array.dtype, dtype))
 
 
 def is_kept(given: mx.Dtype, dtype: mx.Dtype) -> bool:
@@ -83,7 +83,8 @@ def _kept_dtype(given: mx.Dtype, dtype: mx.Dtype) -> mx.Dtype:
     return given if dtype == mx.float16 and given == mx.bfloat16 else dtype
 
 
-def _rounded(array: mx.array, dtype: mx.Dtype) -> mx.array:
+def rounded(array: mx.array, dtype: mx.Dtype) -> mx.array:
+    """The same to exactly this dtype, of (B, heads, positions, size): bfloat16 does not stay."""
     if array.dtype == dtype:
         return array
     if dtype == mx.int8:
@@ -264,7 +265,7 @@ def widened(kept: mx.array, dtype: mx.Dtype) -> mx.array:
     activations, and register it for `kept_of`."""
     if kept.dtype == dtype:
         return kept
-    wide = _rounded(kept, dtype)
+    wide = rounded(kept, dtype)
     key = id(wide)
     _kept[key] = weakref.ref(wide, lambda _: _kept.pop(key, None)), kept
     return wide
@@ -306,7 +307,7 @@ class _Keeping:
     def _update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         own = as_kept(keys, self.kv_dtype), as_kept(values, self.kv_dtype)
         if self.keys is not None and self.keys.dtype != own[0].dtype:  # of a session from elsewhere
-            self.keys, self.values = (_rounded(x, own[0].dtype) for x in (self.keys, self.values))
+            self.keys, self.values = (rounded(x, own[0].dtype) for x in (self.keys, self.values))
         return super().update_and_fetch(*own)  # type: ignore[misc]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
