@@ -201,6 +201,13 @@ def test_a_batch_attends_to_what_it_is_given(
     with pytest.raises(ValueError, match="another shape"):
         batch.update_and_fetch(*mx.ones((2, 2, 2, 1, 9)))
     assert batch.lengths == [5, 5]
+    rings = [mlx_caches.RotatingKVCache(8) for _ in range(2)]
+    for ring in rings:
+        mx.eval(ring.update_and_fetch(*mx.ones((2, 1, 2, 5, 8))))
+    sliding = merged(rings, True)
+    with pytest.raises(ValueError, match="another shape"):
+        sliding.update_and_fetch(*mx.ones((2, 2, 2, 1, 9)))
+    assert (sliding.extract(0)._idx, sliding.extract(0).offset) == (5, 5)
     keys, values = batch.update_and_fetch(*mx.random.normal((2, 2, 2, 1, 8)))
     queries = mx.random.normal((2, 4, 1, 8))
     wanted = [library.attend(queries, keys, some, 0.5) for some in (keys, values)]

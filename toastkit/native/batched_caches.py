@@ -82,11 +82,12 @@ class ApartKVCache:
         if library is None or keys.dtype != mx.float32:
             raise NotImplementedError("separate caches of another dtype, or without the library")
         made, given = unshared(keys, 2 * count), objects(*self.arrays, keys, values)
-        firsts, self._seen, room = self._next(new)
+        firsts, seen, room = self._next(new)
         library.c.append_apart(objects(*made), given, _ints(firsts), _ints(room), count)
-        self.arrays, self.lengths = made, [length + new for length in self.lengths]
         padded = unshared(keys, 2)
-        library.c.padded(objects(*padded), objects(*made), _ints(self._seen), count)
+        library.c.padded(objects(*padded), objects(*made), _ints(seen), count)
+        self.arrays, self._seen = made, seen
+        self.lengths = [length + new for length in self.lengths]
         _remember(_owners, padded[0], (self, self.lengths, padded[1]))
         self.unread += 1
         return widened(padded[0], mx.float32), widened(padded[1], mx.float32)
@@ -185,15 +186,20 @@ class ApartRotatingKVCache(ApartKVCache):
 
     _idx = property(size)
 
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The same of one position, float32 (B, heads, 1, size): up to max_size, in a ring's
+        order."""
+        fetched = super().update_and_fetch(keys, values)
+        for row in self._rows:
+            row._idx = place_in_ring(row) + 1
+        return fetched
+
     def _next(self, new: int) -> tuple[list[int], list[int], list[int]]:
         if new != 1:
             raise NotImplementedError("rings that take one position a step")
         _, after, room = super()._next(new)
-        firsts = [place_in_ring(row) for row in self._rows]
-        for row, first in zip(self._rows, firsts):
-            row._idx = first + 1
         after, room = ([min(n, self.max_size) for n in some] for some in (after, room))
-        return firsts, after, room
+        return [place_in_ring(row) for row in self._rows], after, room
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
