@@ -18,7 +18,13 @@ from mlx_lm.models import cache as mlx_caches
 from tests.model.test_mapped_state import commit, is_mapped, restored, rows, run
 from tests.native_library import built, cache, library, native_path, needed, operations_of
 from toastkit.native import kv_caches
-from toastkit.native.batched_caches import ApartKVCache, _gathered, attend, merged
+from toastkit.native.batched_caches import (
+    ApartKVCache,
+    ApartRotatingKVCache,
+    _gathered,
+    attend,
+    merged,
+)
 from toastkit.native.library import Library
 from toastkit.residency.memory import left_by_limits
 
@@ -215,6 +221,22 @@ def test_a_batch_attends_to_what_it_is_given(
     batch.update_and_fetch(keys[..., :1, :], values[..., :1, :])
     found.append(attend(library, queries, keys, values, 0.5, None))
     assert all(mx.array_equal(*pair).item() for pair in zip(found, wanted))
+
+
+def test_rings_of_a_batch_take_one_position_and_are_seen_whole(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(IN_USE, library)
+    rings = [mlx_caches.RotatingKVCache(8) for _ in range(2)]
+    for n, ring in enumerate(rings, 4):
+        mx.eval(ring.update_and_fetch(*mx.ones((2, 1, 2, n, 8))))
+    batch = ApartRotatingKVCache(rings)
+    for count, window in ((2, None), (1, 7)):
+        with pytest.raises(NotImplementedError):
+            batch.make_mask(count, window_size=window)
+    assert batch.make_mask(1, window_size=8).tolist() == [
+        [[[False] + [True] * 5]], [[[True] * 6]]
+    ]  # fmt: skip
 
 
 def test_recurrent_states_of_a_batch_stay_where_they_are(

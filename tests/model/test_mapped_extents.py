@@ -1,4 +1,5 @@
-"""Keys and values read in place whose blocks of 256 rows fill pages, but no extent; or no pages."""
+"""Keys and values read in place whose blocks of 256 rows fill pages, but no extent; or no pages; or
+of which only the keys can be."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models import cache as mlx_caches
 
-from tests.model.test_mapped_state import MODEL, is_mapped, make
+from tests.model.test_mapped_state import MODEL, commit, is_mapped, make, numbers
 from tests.native_library import built, cache, library, needed
 from tests.unit.session_states import make_schema_1, schema_of
 from toastkit.native.library import Library
@@ -137,3 +139,16 @@ def test_tensors_that_take_turns_are_held_together(
             layer.update_and_fetch(new, new)
         session.commit([5] * 1024, found, None)
         assert [[r.offset for r in t.ranges] for t in session.header.all_tensors()] == places
+
+
+def test_keys_that_are_kept_as_stored_and_values_that_are_not_have_the_same_room(
+    held: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped, "MIN_BYTES", 1)
+    ids, plain = list(range(200)), mlx_caches.KVCache()
+    new = numbers(ids, 0, 0)
+    mx.eval(plain.update_and_fetch(new.astype(mx.bfloat16), new))
+    commit(tmp_path, ids, [plain])
+    with Session.open(tmp_path, MODEL, write=False) as session:
+        [layer] = session.restore(len(ids), lambda: make(mx.float16, layers=1))
+    assert layer.keys.shape[2] == layer.values.shape[2]

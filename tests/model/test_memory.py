@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from pathlib import Path
+
 import mlx.core as mx
 import pytest
 
@@ -19,10 +22,13 @@ from tests.model.service_driver import (
     user,
     words,
 )
-from toastkit.daemon.memory import WORTH_A_WORD
+from toastkit.daemon.memory import WORTH_A_WORD, Memory
 from toastkit.daemon.scheduled_runs import MAX_SAVEPOINTS, MIN_APART
+from toastkit.daemon.spill import CachedState
+from toastkit.engine.savepoints import thinned
 from toastkit.native.kv_caches import leaves
-from toastkit.store.ledger import SESSIONS
+from toastkit.session.savepoints import Savepoint
+from toastkit.store.ledger import SESSIONS, Ledger
 
 pytestmark = pytest.mark.usefixtures("homes")
 SYSTEM = system(
@@ -78,6 +84,19 @@ def test_a_branch_holds_its_own_rows(engines: Engines, name: str) -> None:
     assert kept and all(keys.shape[2] <= rows for keys in kept)
 
 
+def test_of_states_alike_the_named_sessions_counts_or_the_last_used() -> None:
+    def state(place: str, used: int, ids: range = range(40), **more) -> CachedState:
+        return CachedState(0, array("I", ids), None, path=Path(place), used=used, **more)
+
+    memory = Memory(list, 0, Ledger(), None)
+    memory.kept += state("a", 1), state("b", 3), state("c", 2)
+    memory.kept.append(state("longer", 4, range(50), points=[30]))  # resumed there, or at its end
+    ids = range(45)
+    assert [memory.find(1, ids, p).kept.path.name for p in (None, Path("a"))] == ["b", "a"]
+    memory.kept.pop(1)
+    assert memory.find(1, ids).kept.path.name == "c"
+
+
 # ---------------------------------------------------------------------------------------- one chat
 
 
@@ -121,6 +140,13 @@ def test_eleven_turns_of_a_chat_are_one_state(engines: Engines, name: str) -> No
     assert driver.service.memory.summary() == {
         "kept": 1, "in_memory": 1, "bytes": kept.nbytes, "budget": 2 << 30, "on_disk": 1,
     }  # fmt: skip
+
+
+def test_the_last_two_savepoints_stay_and_of_the_others_those_far_apart() -> None:
+    points = [Savepoint(count, []) for count in (330, 90, 110, 300, 320)]
+    assert [point.count for point in thinned(points, 4)] == [90, 300, 320, 330]
+    assert [point.count for point in thinned(points, 3)] == [300, 320, 330]
+    assert [point.count for point in thinned(points, 1)] == [330]
 
 
 def test_the_ledger_counts_what_is_really_there(engines: Engines) -> None:

@@ -98,7 +98,9 @@ def test_a_session_is_found_by_its_files(engines: Engines, name: str, path: Path
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_chat_in_a_session_is_one_state(engines: Engines, name: str, path: Path) -> None:
+def test_a_chat_in_a_session_is_one_state(
+    engines: Engines, name: str, path: Path, homes: Path
+) -> None:
     engine, plain = engines(name)
     driver, messages, held = Driver(engine), [], 0
     for turn in range(4):
@@ -109,6 +111,7 @@ def test_a_chat_in_a_session_is_one_state(engines: Engines, name: str, path: Pat
         messages.append(assistant(asked.text))
         held = len(driver.kept[0].tokens)
         assert len(driver.kept) == 1 and driver.kept[0].own == (turn != 2)
+        assert len(list(homes.glob("*/*"))) == (turn == 2)  # on disk once
         assert turn == 2 or held == len(stored(engine, path))
 
 

@@ -16,6 +16,8 @@ from session_states import (
     expected_rows,
     growing,
     hybrid,
+    plain,
+    row,
     rows_of,
     state_bytes,
 )
@@ -119,20 +121,20 @@ def test_a_fork_has_rows_copied(
     state was cut back there."""
     counts = rows_read(monkeypatch)
     with Session.open(tmp_path / "a", MODEL) as session:
-        commit(session, TOKENS[:700])
+        commit(session, TOKENS[:700], *plain(TOKENS[:700]))
     with Session.open(tmp_path / "b", MODEL) as fork:
         with Session.open(tmp_path / "a", MODEL, write=False) as source:
             fork.goes_on_from(source, count, len(TOKENS))
         counts.clear()
-        fork.write_layers_ahead(TOKENS[:900], lambda: [growing(TOKENS[:900])], len(TOKENS))
-        commit(fork, TOKENS)
-        assert counts == [900 - copied] * 2 + [100] * 2
+        fork.write_layers_ahead(TOKENS[:900], lambda: plain(TOKENS[:900]), len(TOKENS))
+        commit(fork, TOKENS, *plain(TOKENS))
+        assert counts == [900 - copied] * 6 + [100] * 6
         for tensor in fork.header.layers[0].tensors:
             places = [r.offset for r in tensor.ranges]
             assert places == [places[0] + i * 256 * ROW_BYTES for i in range(len(places))]
-        assert rows_of(fork, len(TOKENS)) == [expected_rows(TOKENS)] * 2
+        assert rows_of(fork, len(TOKENS)) == [expected_rows(TOKENS)] * 6
     with Session.open(tmp_path / "a", MODEL, write=False) as source:
-        assert rows_of(source, 700) == [expected_rows(TOKENS[:700])] * 2
+        assert rows_of(source, 700) == [expected_rows(TOKENS[:700])] * 6
 
 
 @pytest.mark.parametrize("problem", ["changed", "refused", "committed", "missing"])
@@ -177,6 +179,14 @@ def test_rows_of_the_last_commit_stay(tmp_path: Path) -> None:
         ahead(session, 100)
         session.write_layers_ahead(other, partial(hybrid, other), len(other))
         check(tmp_path, 300)
+
+
+def test_rows_of_another_size_are_no_such_rows(tmp_path: Path) -> None:
+    with Session.open(tmp_path, MODEL) as session:
+        for size in (16, 17):
+            commit(session, TOKENS[:300], growing(TOKENS[:300], size))
+            wanted = b"".join(row(token, i, size) for i, token in enumerate(TOKENS[:300]))
+            assert rows_of(session, 300) == [wanted] * 2
 
 
 def test_a_full_disk_is_for_the_commit_to_tell(tmp_path: Path) -> None:

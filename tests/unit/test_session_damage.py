@@ -152,6 +152,9 @@ CONTRADICTIONS = {
     "it holds an array of impossible shape": (
         lambda body: first_part(body)["tensors"][0].update(shape=[2**27, 2**26])
     ),
+    "it holds an array of unknown dtype": (
+        lambda body: first_part(body)["tensors"][0].update(dtype="float8")
+    ),
     "the savepoints are out of order": lambda body: body["checkpoints"].reverse(),
     "the token slices are out of order": lambda body: body["tokens"].update(end=299),
     "the token count and the token slices differ": lambda body: body.update(count=301),
@@ -228,7 +231,7 @@ def test_newer_schema_and_garbage(state_home: Path):
         Session.open(path, MODEL)
     for garbage in (b"", b"garbage", b"\x81", os.urandom(1000)):
         header.write_bytes(garbage)
-        with pytest.raises(DataError, match="cannot read session one: "):
+        with pytest.raises(DataError, match="cannot read session one: the header is not whole"):
             Session.open(path, MODEL)
 
 

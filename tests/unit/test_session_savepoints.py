@@ -283,6 +283,8 @@ def test_savepoints_of_another_state(path: Path, points: list[Savepoint]):
             commit(session, TOKENS, *hybrid(TOKENS), savepoints=points)
         with pytest.raises(ValueError, match="savepoint"):
             session.commit_layers(TOKENS, None, None, points)
+        with pytest.raises(ValueError, match="contiguous float32"):
+            session.commit_layers(TOKENS, None, b"logits")
         assert session.generation == 0
 
 

@@ -58,7 +58,7 @@ def store_tensor(
     """
     new = Tensor(source.name, source.dtype, tuple(source.shape), source.axis, [])
     rows, step = new.rows, new.block_rows
-    if not new.row_bytes or not rows:
+    if not new.row_bytes:
         return new
     if old is None or not _same_form(old, new):
         old = None
