@@ -150,6 +150,9 @@ def test_what_cannot_be_batched_is_found_out(tmp_path: Path, mlx_started: None) 
         logits = engine.step_rows(ids, cache)
         return logits if len(ids) == 1 else mx.stack([1.1 * logits[0], logits[1]])
 
+    def coarse(ids: Any, cache: list) -> Any:
+        return (1 + 1e-2 * (len(ids) > 1)) * engine.step_rows(ids, cache)
+
     caches = lambda: [ConcatenateKVCache() for _ in engine.new_cache()]  # noqa: E731
     nothing = lambda ids, cache: mx.full((len(ids), engine.vocab), mx.nan)  # noqa: E731
     assert can_batch(Odd(engine))
@@ -159,6 +162,8 @@ def test_what_cannot_be_batched_is_found_out(tmp_path: Path, mlx_started: None) 
     assert not can_batch(Odd(engine, step_rows=of_all))
     assert not can_batch(Odd(engine, step_rows=of_the_padded))
     assert not can_batch(Odd(engine, step_rows=nothing))
+    assert can_batch(Odd(engine, step_rows=coarse, dtype="bfloat16"))
+    assert not can_batch(Odd(engine, step_rows=coarse))
 
 
 @pytest.mark.parametrize("apart", APART)

@@ -23,6 +23,7 @@ from toastkit.native.batched_caches import (
     ApartRotatingKVCache,
     _gathered,
     attend,
+    can_stay_apart,
     merged,
 )
 from toastkit.native.library import Library
@@ -237,6 +238,18 @@ def test_rings_of_a_batch_take_one_position_and_are_seen_whole(
     assert batch.make_mask(1, window_size=8).tolist() == [
         [[[False] + [True] * 5]], [[[True] * 6]]
     ]  # fmt: skip
+
+
+def test_what_can_stay_apart(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IN_USE, library)
+    kv, ring, chunks = (
+        mlx_caches.KVCache(), mlx_caches.RotatingKVCache(8), mlx_caches.ChunkedKVCache(8),
+    )  # fmt: skip
+    arrays = mlx_caches.ArraysCache(2)
+    assert can_stay_apart([kv, mlx_caches.CacheList(arrays, ring)])
+    assert not can_stay_apart([kv, chunks]) and not can_stay_apart([arrays])
+    monkeypatch.setattr(kv_caches, "ROTATIONS", frozenset())  # a ring that turns in another way
+    assert kv_caches._rotating.__wrapped__(type(ring)) is None
 
 
 def test_recurrent_states_of_a_batch_stay_where_they_are(

@@ -97,6 +97,14 @@ def test_of_states_alike_the_named_sessions_counts_or_the_last_used() -> None:
     assert memory.find(1, ids).kept.path.name == "c"
 
 
+def test_a_conversation_that_goes_on_in_two_states_is_one() -> None:
+    """As where it is asked twice at once."""
+    memory = Memory(list, 1 << 20, Ledger(), None)
+    for _ in range(2):
+        last = memory.keep(5, range(20), [], [], parent=None)
+    assert memory.kept == [last]
+
+
 # ---------------------------------------------------------------------------------------- one chat
 
 

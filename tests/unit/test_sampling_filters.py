@@ -108,6 +108,8 @@ def test_illegal_options_are_named_with_their_value(field, value):
     [
         SamplingOptions(bans=(10,)),
         SamplingOptions(bans=(-1,)),
+        SamplingOptions(bans=(1.5,)),
+        SamplingOptions(bans=(True,)),
         SamplingOptions(logit_bias=((10, 1.0),)),
         SamplingOptions(logit_bias=((1, math.nan),)),
         SamplingOptions(logit_bias=((1, -math.inf),)),

@@ -182,6 +182,7 @@ def test_history_in_many_slices(state_home: Path):
 
 
 def test_space_is_first_fit():
+    assert Space([(0, ALIGNMENT), (9 * ALIGNMENT, 1)]).beside(ALIGNMENT, 0, 5, 0) == ALIGNMENT
     space = Space([(ALIGNMENT, ALIGNMENT), (4 * ALIGNMENT, 2 * ALIGNMENT)])
     assert space.allocate(2 * ALIGNMENT) == 2 * ALIGNMENT
     assert space.allocate(1) == 0

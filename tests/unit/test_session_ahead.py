@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 from session_states import (
+    HEADS,
     MODEL,
     ROW_BYTES,
     commit,
@@ -23,7 +25,7 @@ from session_states import (
 )
 
 from toastkit.errors import IOFailure
-from toastkit.session.blocks import TensorSource
+from toastkit.session.blocks import LayerSource, TensorSource
 from toastkit.session.directory import Session
 
 TOKENS = list(range(1000))
@@ -181,12 +183,19 @@ def test_rows_of_the_last_commit_stay(tmp_path: Path) -> None:
         check(tmp_path, 300)
 
 
-def test_rows_of_another_size_are_no_such_rows(tmp_path: Path) -> None:
+def test_rows_of_another_size_or_place_are_no_such_rows(tmp_path: Path) -> None:
+    """As of chunks that have lost their front."""
     with Session.open(tmp_path, MODEL) as session:
-        for size in (16, 17):
-            commit(session, TOKENS[:300], growing(TOKENS[:300], size))
-            wanted = b"".join(row(token, i, size) for i, token in enumerate(TOKENS[:300]))
-            assert rows_of(session, 300) == [wanted] * 2
+        for size, start in ((16, 0), (17, 0), (17, 100)):
+            rows = [row(token, i, size) for i, token in enumerate(TOKENS[:300])][start:]
+            tensor = TensorSource(
+                "keys", "float32", (1, HEADS, len(rows), size), 2,
+                lambda first, last, rows=rows: b"".join(rows[first:last]),
+            )  # fmt: skip
+            settings = {"offset": 300, "chunk_size": 50, "start_position": start}
+            tensors = [tensor, replace(tensor, name="values")]
+            commit(session, TOKENS[:300], LayerSource("ChunkedKVCache", settings, tensors))
+            assert rows_of(session, 300) == [b"".join(rows)] * 2
 
 
 def test_a_full_disk_is_for_the_commit_to_tell(tmp_path: Path) -> None:

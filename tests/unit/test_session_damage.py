@@ -149,6 +149,22 @@ CONTRADICTIONS = {
     "it holds a cache of unknown class 'Later'": (
         lambda body: first_layer(body).update(kind="Later")
     ),
+    "a RotatingKVCache has arrays of another rank": lambda body: [
+        tensor.update(shape=tensor["shape"][1:]) for tensor in body["layers"][2]["tensors"]
+    ],
+    "a range has another length": (
+        lambda body: first_layer(body)["tensors"][0]["ranges"][1].__setitem__(1, 4)
+    ),
+    "an array has another number of ranges": (
+        lambda body: first_layer(body)["tensors"][0]["ranges"].pop()
+    ),
+    "a wrong axis": lambda body: first_layer(body)["tensors"][0].update(axis=4),
+    "a savepoint has another number of layers": (
+        lambda body: body["checkpoints"][0]["layers"].pop()
+    ),
+    "a savepoint of a KVCache has the kind ArraysCache": (
+        lambda body: body["checkpoints"][0]["layers"].__setitem__(0, first_part(body))
+    ),
     "it holds an array of impossible shape": (
         lambda body: first_part(body)["tensors"][0].update(shape=[2**27, 2**26])
     ),
