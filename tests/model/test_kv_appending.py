@@ -215,6 +215,7 @@ def test_a_batch_attends_to_what_it_is_given(
     with pytest.raises(ValueError, match="another shape"):
         sliding.update_and_fetch(*mx.ones((2, 2, 2, 1, 9)))
     assert (sliding.extract(0)._idx, sliding.extract(0).offset) == (5, 5)
+    assert batch.make_mask(1, window_size=3).tolist() == [[[[False] * 3 + [True] * 3]]] * 2
     keys, values = batch.update_and_fetch(*mx.random.normal((2, 2, 2, 1, 8)))
     queries = mx.random.normal((2, 4, 1, 8))
     wanted = [library.attend(queries, keys, some, 0.5) for some in (keys, values)]
@@ -247,7 +248,7 @@ def test_what_can_stay_apart(library: Library, monkeypatch: pytest.MonkeyPatch) 
     )  # fmt: skip
     arrays = mlx_caches.ArraysCache(2)
     assert can_stay_apart([kv, mlx_caches.CacheList(arrays, ring)])
-    assert not can_stay_apart([kv, chunks]) and not can_stay_apart([arrays])
+    assert not can_stay_apart([kv, chunks]) and can_stay_apart([arrays])
     monkeypatch.setattr(kv_caches, "ROTATIONS", frozenset())  # a ring that turns in another way
     assert kv_caches._rotating.__wrapped__(type(ring)) is None
 

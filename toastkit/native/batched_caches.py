@@ -292,10 +292,13 @@ def _are_recurrent(layers: Sequence[Any]) -> bool:
 
 
 def can_stay_apart(caches: Sequence[Any]) -> bool:
-    """True if all that grows in a state's caches can stay in its own arrays."""
+    """True if all that grows in a state's caches can stay in its own arrays, so that states of any
+    lengths may step together. Recurrent states do not grow."""
+    kinds = [type(leaf).__name__ for leaf in leaves(caches)]
     apart = [_apart_of(leaf) is not None for leaf in leaves(caches)]
-    bounded = [type(leaf).__name__ in BOUNDED for leaf in leaves(caches)]
-    return in_use() is not None and any(apart) and all(map(max, apart, bounded))
+    bounded = [kind in BOUNDED for kind in kinds]
+    some = any(apart) or "ArraysCache" in kinds
+    return in_use() is not None and some and all(map(max, apart, bounded))
 
 
 def _apart_of(layer: Any) -> type[ApartKVCache] | None:
