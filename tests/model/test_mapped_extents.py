@@ -76,7 +76,9 @@ def restored(path: Path, count: int) -> mx.array:
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
-def test_8_bits_are_a_map_and_a_lock_a_tensor(held: list, tmp_path: Path, heads: int) -> None:
+def test_8_bits_are_a_map_and_a_lock_a_tensor(
+    held: list, tmp_path: Path, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And two where a history was cut back and went on otherwise, within a page of the first."""
     count, cut = 5000, 2305
     (made,) = make(mx.int8, layers=1)
@@ -96,6 +98,8 @@ def test_8_bits_are_a_map_and_a_lock_a_tensor(held: list, tmp_path: Path, heads:
     assert is_mapped(again) and mx.array_equal(again[:, :, : cut + 2000], other)
     assert sorted(n for _, n in held) == [132 * heads * n for n in (2001, 2001, 2304, 2304)]
     assert mx.array_equal(found[:, :, :count], kept(heads, 0, count))
+    monkeypatch.setattr(mapped, "MAX_PIECES", 3)
+    assert not is_mapped(restored(tmp_path, cut + 2000))
 
 
 @pytest.mark.parametrize(("heads", "in_place"), [(1, False), (2, False), (4, True), (8, True)])

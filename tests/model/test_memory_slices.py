@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import ChunkedKVCache, KVCache
 
 from tests.model.service_driver import Driver, Engines, user, words
 from tests.model.test_memory_disk import BOOK, HYBRID, LONG, Chat, directories
 from toastkit.daemon import spill
+from toastkit.session.caches import describe, first_rows, in_slices
 from toastkit.session.directory import Session
 
 pytestmark = pytest.mark.usefixtures("homes")
@@ -19,6 +22,16 @@ NAMES = ("llama", "gemma3_text", "falcon_h1", HYBRID)
 def name(request, monkeypatch) -> str:
     monkeypatch.setattr(spill, "SLICE_BYTES", 1 << 10)
     return request.param
+
+
+def test_only_what_can_be_cut_back_is_written_in_slices() -> None:
+    caches = [KVCache(), ChunkedKVCache(64)]
+    for layer in caches:
+        layer.update_and_fetch(*mx.zeros((2, 1, 2, 40, 8)))
+    kv, chunks = describe(caches)
+    assert list(in_slices([kv], 40, 1280)) == [10, 20, 30]
+    assert first_rows(kv, 10).settings["offset"] == 10
+    assert not list(in_slices([kv, chunks], 40, 1280)) and not list(in_slices([kv], 41, 1280))
 
 
 def writing(driver: Driver) -> bool:

@@ -184,18 +184,20 @@ def test_rows_of_the_last_commit_stay(tmp_path: Path) -> None:
 
 
 def test_rows_of_another_size_or_place_are_no_such_rows(tmp_path: Path) -> None:
-    """As of chunks that have lost their front."""
+    """As of chunks that have lost their front, or of what has no row for each token."""
     with Session.open(tmp_path, MODEL) as session:
-        for size, start in ((16, 0), (17, 0), (17, 100)):
-            rows = [row(token, i, size) for i, token in enumerate(TOKENS[:300])][start:]
+        for size, start, count in (
+            (16, 0, 300), (17, 0, 300), (17, 100, 300), (17, 100, 310), (0, 0, 310),
+        ):  # fmt: skip
+            rows = [row(count, i, size) for i in range(start, 300)]
             tensor = TensorSource(
                 "keys", "float32", (1, HEADS, len(rows), size), 2,
                 lambda first, last, rows=rows: b"".join(rows[first:last]),
             )  # fmt: skip
             settings = {"offset": 300, "chunk_size": 50, "start_position": start}
             tensors = [tensor, replace(tensor, name="values")]
-            commit(session, TOKENS[:300], LayerSource("ChunkedKVCache", settings, tensors))
-            assert rows_of(session, 300) == [b"".join(rows)] * 2
+            commit(session, TOKENS[:count], LayerSource("ChunkedKVCache", settings, tensors))
+            assert rows_of(session, count) == [b"".join(rows)] * 2
 
 
 def test_a_full_disk_is_for_the_commit_to_tell(tmp_path: Path) -> None:
