@@ -72,7 +72,7 @@ def _forget() -> None:
     functions._clear_caches()
     common.form_of.cache_clear()
     known.layer_of.cache_clear()
-    replacing._under_its_name.cache_clear()
+    replacing.under_its_name.cache_clear()
 
 
 def nodes(engine: Engine) -> int:

@@ -62,7 +62,7 @@ def architecture(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A module as mlx_lm's are, where only attention is replaced: by the word "ours"."""
     monkeypatch.setattr(functions, "_OURS", {})
     monkeypatch.setattr(functions, "_EXPRESSIONS", {})
-    monkeypatch.setattr(replacing, "_under_its_name", replacing._under_its_name.__wrapped__)
+    monkeypatch.setattr(replacing, "under_its_name", replacing.under_its_name.__wrapped__)
 
     @functions.stands_for("mlx_lm.models.base", "scaled_dot_product_attention")
     def attend(queries, keys, values, cache, scale, mask, sinks=None) -> str:

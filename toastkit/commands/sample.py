@@ -30,11 +30,9 @@ def sample(**flags) -> int:
         options.refuse_idle(flags, defaults)
         chain = options.sampling_options(flags, defaults, _seed(head))
         draw = DrawOptions(chain, flags["top"], flags["max_tokens"], flags["ignore_eos"])
-        imported = host_sampler
         if not draw.likeliest:
-            sampler = host_sampler()  # now, while the prompt is read
-            imported = lambda: sampler  # noqa: E731
-        return LateSampler(imported, chain, head.vocab, _xtc_special_ids(chain, head)), draw
+            host_sampler()  # imported now, while the prompt is read
+        return LateSampler(host_sampler, chain, head.vocab, _xtc_special_ids(chain, head)), draw
 
     options.sampling_options(flags, {}, 0)  # refuse bad values before the first frame
     options.refuse_idle(flags, {}, ("xtc_threshold",))

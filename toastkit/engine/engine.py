@@ -128,14 +128,7 @@ class Engine:
         if not self._loaded:
             examined = prompts and not any(policy.tells_steps for policy in self.policies)
             deciding = [policy for policy in self.policies if policy.decide(PROMPT)]
-            first = decided(dict.fromkeys(self.holdings.modules, ORIGINAL), self.policies)
-            # The plans of native layers are then made once, for what is loaded.
-            loaded_first = all(form.whole for form in first.values())
-            if examined and not loaded_first:
-                self.last_token.examine(self.holdings)
-            self._change(deciding, self.holdings.modules)
-            if examined and loaded_first:
-                self.last_token.examine(self.holdings)
+            self._change(deciding, self.holdings.modules, examined)
             self._loaded = True
 
     def decide(self, wish: Wish) -> bool:
@@ -151,11 +144,18 @@ class Engine:
         self._change(deciding, (path for policy in deciding for path in policy.paths))
         return True
 
-    def _change(self, deciding: Sequence[Policy], paths: Iterable[str]) -> None:
-        """Bring modules into the forms wanted of them, and notify the policies that decided so."""
+    def _change(
+        self, deciding: Sequence[Policy], paths: Iterable[str], examined: bool = False
+    ) -> None:
+        """Bring modules into the forms wanted of them, and notify the policies that decided so.
+        examined: examine the model for last_token.py, too: if all of it will be loaded, then, as
+        plans of native layers are made once for what is loaded; else while nothing is."""
         start = time.perf_counter()
         try:
             wanted = decided(dict.fromkeys(paths, ORIGINAL), self.policies)
+            later = examined and all(form.whole for form in wanted.values())
+            if examined and not later:
+                self.last_token.examine(self.holdings)
             let_go(self.holdings, wanted)
             made = self.holdings.change(wanted) or 0
         except BaseException:
@@ -164,6 +164,8 @@ class Engine:
             raise
         for policy in deciding:
             policy.changed(time.perf_counter() - start, made)
+        if later:
+            self.last_token.examine(self.holdings)
 
     def shift(self, gear: str) -> bool:
         """Shift the model into a gear; False if it is in it already. Raises as `load`."""

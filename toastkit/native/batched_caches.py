@@ -14,11 +14,11 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from copy import copy
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
+from toastkit.native.functions import under_its_name
 from toastkit.native.kv_caches import (
     MODULE,
     kept_of,
@@ -274,13 +274,6 @@ def _gathered(kept: Sequence[int], state: mx.array, *more: mx.array) -> mx.array
     return out
 
 
-@cache
-def _in_rows(base: type) -> type:
-    """The class of rows of mlx_lm's ArraysCache, under its name: savepoints look for it."""
-    own = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (RecurrentRows, base), own)
-
-
 def _are_recurrent(layers: Sequence[Any]) -> bool:
     """True if caches for one layer are mlx_lm's ArraysCache, all with states of one shape."""
     cls: Any = type(layers[0])
@@ -319,7 +312,7 @@ def merged(layers: Sequence[Any], apart: bool) -> Any:
         return type(first)(*(merged(part, apart) for part in parts))
     if _are_recurrent(layers):
         cls: Any = type(first)
-        rows = _in_rows(cls)(len(first.cache))
+        rows: Any = under_its_name(cls, RecurrentRows)(len(first.cache))
         one = range(len(first.cache[0]))
         rows.cache = [_gathered(one, *states) for states in zip(*(x.cache for x in layers))]
         return rows

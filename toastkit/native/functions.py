@@ -90,6 +90,14 @@ def replaces(expression: str) -> Callable[[Any], Any]:
     return register
 
 
+@cache
+def under_its_name(base: type, /, *mixins: type, **own: Any) -> type:
+    """A subclass of a class and mixins with the class's name and module, by which architectures,
+    sessions and savepoints look for it."""
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (*mixins, base), {**names, **own})
+
+
 def _clear_caches() -> None:
     rebuilt_methods.cache_clear()
     _rebuilt_code.cache_clear()

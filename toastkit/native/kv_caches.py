@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from toastkit.native.functions import under_its_name
 from toastkit.native.library import FLOATS, in_use
 
 MODULE = "mlx_lm.models.cache"
@@ -330,9 +331,7 @@ def _keeping(base: type, dtype: mx.Dtype) -> type:
     it. Batches made of such caches, and rows taken out of them, keep the same dtype."""
     if issubclass(base, _Keeping):
         base = base.__mro__[2]
-    own: dict[str, Any] = {
-        "__module__": base.__module__, "__qualname__": base.__qualname__, "kv_dtype": dtype,
-    }  # fmt: skip
+    own: dict[str, Any] = {"kv_dtype": dtype}
 
     def made(layer: Any) -> Any:
         keep_in(dtype, [layer])
@@ -345,4 +344,4 @@ def _keeping(base: type, dtype: mx.Dtype) -> type:
         own["merge"] = classmethod(lambda cls, caches: made(base.merge(caches)))
     if hasattr(base, "extract"):
         own["extract"] = lambda self, row: made(base.extract(self, row))
-    return type(base.__name__, (_Keeping, base), own)
+    return under_its_name(base, _Keeping, **own)

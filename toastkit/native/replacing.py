@@ -14,7 +14,7 @@ from typing import Any
 import mlx.nn as nn
 
 from toastkit.native.forms.common import block_of, form_of
-from toastkit.native.functions import Native, rebuilt_methods
+from toastkit.native.functions import Native, rebuilt_methods, under_its_name
 from toastkit.native.library import BITS, GROUP_SIZES
 from toastkit.native.modules.feed_forward import FeedForward, SwitchGLU, SwitchMLP
 from toastkit.native.modules.norms import LayerNorm, Norm
@@ -44,16 +44,16 @@ def native(cls: type) -> type:
     if mixin := MIXINS.get((cls.__module__, cls.__name__)):
         return _mixed_in(mixin, cls)
     methods = rebuilt_methods(cls)  # that call our functions
-    rebuilt = _under_its_name(cls, Native, **methods) if methods else cls
+    rebuilt = under_its_name(cls, Native, **methods) if methods else cls
     from toastkit.native.known import layer_of
     from toastkit.native.layers.blocks import Layer  # they import modules/
 
     if layer := layer_of(cls):
-        return _under_its_name(rebuilt, layer)
+        return under_its_name(rebuilt, layer)
     if block := block_of(cls):
-        return _under_its_name(rebuilt, Layer, _block=block)
+        return under_its_name(rebuilt, Layer, _block=block)
     form = form_of(cls)
-    return rebuilt if form is None else _under_its_name(rebuilt, FeedForward, _form=form)
+    return rebuilt if form is None else under_its_name(rebuilt, FeedForward, _form=form)
 
 
 def use_native(modules: Iterable[nn.Module]) -> None:
@@ -126,13 +126,6 @@ def _defaults(cls: type[nn.Module]) -> tuple[Any, ...]:
 def _mixed_in(mixin: type, base: type) -> type:
     """Has the name of the class: architectures look for it."""
     return type(base.__name__, (mixin, base), {"__module__": __name__})
-
-
-@cache
-def _under_its_name(base: type, /, *mixins: type, **own: Any) -> type:
-    """Has the module of the architecture, too."""
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (*mixins, base), {**names, **own})
 
 
 MIXINS: dict[tuple[str, str], type] = {  # by module and name, so that mlx_lm is not imported here

@@ -47,16 +47,14 @@ def _named(files: ModelFiles, words: tuple[str, ...]) -> Iterator[tuple[Path, En
 
 def _same_bytes(one: tuple[Path, Entry], other: tuple[Path, Entry]) -> bool:
     """True if two stored tensors are the same to the byte."""
-    (path, a), (beside, b) = one, other
+    a, b = one[1], other[1]
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    size = a.stop - a.start
-    few = min(FEW_BYTES, size)
-    return all(
-        first == second
-        for begin, end in ((0, few), (few, size))
-        for first, second in zip(
-            chunks(path, a.start + begin, a.start + end),
-            chunks(beside, b.start + begin, b.start + end),
-        )
-    )
+    return all(first == second for first, second in zip(_pieces(*one), _pieces(*other)))
+
+
+def _pieces(path: Path, entry: Entry) -> Iterator[memoryview | None]:
+    """The bytes of a stored tensor, as chunks gives them: few first."""
+    few = min(entry.start + FEW_BYTES, entry.stop)
+    yield from chunks(path, entry.start, few)
+    yield from chunks(path, few, entry.stop)

@@ -236,11 +236,17 @@ Contiguous::Contiguous(const mx::array &a) {
   }
 }
 
+mx::Strides row_strides(const mx::Shape &shape) {
+  mx::Strides strides(shape.size());
+  int64_t step = 1;
+  for (int axis = int(shape.size()) - 1; axis >= 0; step *= shape[axis--]) strides[axis] = step;
+  return strides;
+}
+
 Rows::Rows(const mx::array &a) : data_(a.data<char>()), strides_(a.strides()) {
   if (a.shape(-1) == 1 || a.strides(-1) == 1) return;
   data_ = copy_.emplace(a).data();
-  int64_t step = 1;
-  for (int axis = int(a.ndim()) - 1; axis >= 0; step *= a.shape(axis--)) strides_[axis] = step;
+  strides_ = row_strides(a.shape());
 }
 
 }  // namespace toast

@@ -93,6 +93,9 @@ int64_t bytes_to_grow_in(const mx::array &a);
 // before.
 void release_behind(const mx::array &a, int64_t bytes);
 
+// Strides of a row-contiguous array.
+mx::Strides row_strides(const mx::Shape &shape);
+
 // Allocates the buffer of an output. Throws std::bad_alloc, where MLX would go on with NULL.
 inline auto memory_for(const mx::array &output) {
   auto memory = mx::allocator::malloc(output.nbytes());

@@ -131,9 +131,7 @@ mx::array linear(void **objects) {
 // Allocates the rows of a batch, see `gathered`, in the buffer of the first input if that may be.
 void allocate_rows(const Arrays &inputs, mx::array &out, bool forwards) {
   const mx::array &x = inputs[0];
-  mx::Strides strides(out.ndim(), 1);
-  for (int axis = int(out.ndim()) - 2; axis >= 0; axis--)
-    strides[axis] = strides[axis + 1] * out.shape(axis + 1);
+  const mx::Strides strides = row_strides(out.shape());
   const mx::array::Flags flags = {true, true, out.size() <= 1};
   if (forwards && x.flags().row_contiguous && bytes_to_grow_in(x) >= int64_t(out.nbytes()) &&
       is_sole_owner(x))

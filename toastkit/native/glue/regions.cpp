@@ -170,10 +170,8 @@ void set_memory(mx::array &array, const Held &hold, int64_t offset, const mx::St
 // An evaluated array over a region, row contiguous.
 mx::array array_over(const Held &hold, int64_t offset, const mx::Shape &shape, mx::Dtype dtype) {
   mx::array made(shape, dtype, nullptr, {});
-  mx::Strides strides(shape.size());
-  int64_t step = 1;
-  for (int axis = int(shape.size()) - 1; axis >= 0; step *= shape[axis--]) strides[axis] = step;
-  set_memory(made, hold, offset, strides, {true, true, made.size() <= 1 || shape.size() <= 1});
+  set_memory(made, hold, offset, row_strides(shape),
+             {true, true, made.size() <= 1 || shape.size() <= 1});
   made.set_status(mx::array::Status::available);
   return made;
 }
