@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.daemons import Daemon
 from tests.pipes.pipelines import STORY, TIMEOUT, WHO, WHO_ANSWER, Pipeline, begin
 from tests.pipes.test_failures import stored
 from tests.unit.daemon_front import eventually
+from tests.unpack import unpack
 
 ENDLESS = ["--ignore-eos", "--temp", "0"]
 LONG = "Tell me a story. " * 400
@@ -27,6 +29,14 @@ def nearby(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Daemon:
 def attached(daemon: Daemon) -> int:
     """Runs that have a state in the daemon."""
     return daemon.control("status")["attached"]
+
+
+def endless_crumb(folder: Path) -> str:
+    """crumb with room for so many tokens that no answer of a test fills its context."""
+    config = json.loads((unpack(folder) / "config.json").read_text())
+    longer = {**config, "max_position_embeddings": 1 << 20}
+    (folder / "config.json").write_text(json.dumps(longer))
+    return str(folder)
 
 
 # -------------------------------------------------------------------------- the executable ends
@@ -98,12 +108,14 @@ def test_interrupted_in_mid_prefill_it_commits_what_was_read(nearby: Daemon, tmp
 
 
 def test_the_daemon_is_killed_in_mid_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toast):
+    model = endless_crumb(tmp_path / "model")
+    monkeypatch.setenv("TOAST_MODEL", model)
     session, other = str(tmp_path / "session"), str(tmp_path / "other")
-    with Daemon("crumb", "--no-audit", "--spill", "0") as daemon:
+    with Daemon(model, "--no-audit", "--spill", "0") as daemon:
         monkeypatch.setenv("TOAST_SOCKET", str(daemon.socket))
         pipeline = Pipeline(STORY, {"sample": ["--ignore-eos"], "prefill": ["--session", session]})
         text = begin("decode", *ENDLESS, "--session", other, STORY)
-        reading = begin("decode", "--chunk", "8", "--session", str(tmp_path / "unborn"), LONG)
+        reading = begin("decode", "--chunk", "8", "--session", str(tmp_path / "unborn"), LONG * 5)
         pipeline.first_output()
         assert text.stdout.read1(20)
         eventually(lambda: attached(daemon) == 3)
@@ -118,7 +130,7 @@ def test_the_daemon_is_killed_in_mid_run(tmp_path: Path, monkeypatch: pytest.Mon
     for place in (session, other):
         assert len(stored(Path(place))[0]) == 19
     done = toast("decode", "-v", "--session", session, WHO)  # its socket lies there still
-    assert done.stdout == WHO_ANSWER and b"loaded crumb" in done.stderr
+    assert done.stdout == WHO_ANSWER and f"loaded {model}".encode() in done.stderr
 
 
 def test_the_daemon_is_told_to_end_at_once_in_mid_run(tmp_path: Path, monkeypatch):
