@@ -24,6 +24,7 @@ constexpr uint8_t INSIDE = 4;  // nanobind: the instance is stored in the object
 constexpr int MAX_AXES = 8;
 int64_t head = 16;  // bytes of a Python object's header
 thread_local std::string last_error;
+thread_local std::shared_ptr<void> kept;  // see keep_until_run
 
 class Operation : public mx::Primitive {
  public:
@@ -63,8 +64,10 @@ class Operation : public mx::Primitive {
       numbers += one.size();
     }
     mx::cpu::get_command_encoder(stream()).dispatch(
-        [arrays = std::move(arrays), work = again ? work_ : std::move(work_), numbers] {
+        [arrays = std::move(arrays), work = again ? work_ : std::move(work_), numbers,
+         held = std::move(kept)]() mutable {
           if (numbers) work(arrays);
+          held.reset();
         });
   }
 
@@ -149,6 +152,8 @@ void need(int code) {
   if (code == 2) throw std::bad_alloc();
   check(!code, "numbers that the kernels do not take");
 }
+
+void keep_until_run(std::shared_ptr<void> what) { kept = std::move(what); }
 
 // An mx::array is nothing but a shared pointer to its description, which it does not expose.
 bool is_sole_reference(const mx::array &a) {

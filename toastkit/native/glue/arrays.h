@@ -69,6 +69,8 @@ using Work = std::function<void(const Arrays &)>;
 // Allocates the outputs and sets their strides. inputs: without the weights that the operation
 // holds itself.
 using Allocate = std::function<void(const Arrays &inputs, Arrays &outputs)>;
+// Called by an Allocate: what is dropped once the operation has run or failed, or will never run.
+void keep_until_run(std::shared_ptr<void> what);
 
 // True if no other mx::array shares the array's description or its buffer: MLX's condition for
 // donating a buffer, besides owning it (a region's buffer is not owned).

@@ -46,7 +46,6 @@ void compute_apart(const Arrays &arrays, const std::vector<int> &lengths, float 
   const mx::array &q = arrays[0];
   mx::array out = arrays.back();
   const Rows queries(q);
-  const auto read = guards_of(arrays, 1, n);
   std::deque<Rows> caches;
   for (int64_t i = 1; i <= 2 * n; i++) caches.emplace_back(arrays[i]);
   std::optional<Contiguous> sinks;

@@ -50,6 +50,28 @@ struct Writers {
 };
 Writers &pending = *new Writers;
 
+// The buffers of one writer, which are registered until it has run or was given up.
+class Registered {
+ public:
+  // The caller holds the lock.
+  void add(const void *memory) {
+    buffers_.push_back(memory);
+    pending.count[memory]++;
+  }
+
+  ~Registered() {
+    const std::lock_guard<std::mutex> lock(pending.mutex);
+    for (const void *memory : buffers_) {
+      const auto own = pending.count.find(memory);
+      if (own != pending.count.end() && own->second) own->second--;
+    }
+    pending.done.notify_all();
+  }
+
+ private:
+  std::vector<const void *> buffers_;
+};
+
 constexpr int PATIENCE = 1000;    // polls of a buffer that MLX is about to release
 constexpr size_t MAX_REMEMBERED = 1 << 12;  // buffers without writers that are remembered
 constexpr auto LONGEST = std::chrono::seconds(10);  // waited for a writer, which may have failed
@@ -106,7 +128,6 @@ void view_prefix(const mx::array &cache, mx::array &part) {
 // inputs: key cache, value cache, new keys, new values. outputs: both caches, and views of both up
 // to the last position.
 void append(const Arrays &arrays, int64_t first) {
-  const auto written = guards_of(arrays, 4);
   for (int i = 0; i < 2; i++) {
     const mx::array &x = arrays[2 + i];
     mx::array cache = arrays[4 + i];
@@ -155,7 +176,6 @@ Arrays appended(const Arrays &inputs, int first, int positions) {
 // updated caches.
 void append_apart(const Arrays &arrays, const std::vector<int> &firsts) {
   const size_t n = firsts.size();
-  const auto written = guards_of(arrays, 2 * n + 2, n);
   const Rows added[2] = {Rows(arrays[2 * n]), Rows(arrays[2 * n + 1])};
   for (size_t i = 0; i < 2 * n; i++) {
     const mx::array &x = arrays[2 * n + i % 2];
@@ -261,27 +281,15 @@ void register_writer(const mx::array *caches, size_t n) {
   const std::lock_guard<std::mutex> lock(pending.mutex);
   if (pending.count.size() > MAX_REMEMBERED)
     std::erase_if(pending.count, [](const auto &one) { return !one.second; });
+  auto buffers = std::make_shared<Registered>();
   for (size_t i = 0; i < 2 * n; i++)
-    if (caches[i].size()) pending.count[caches[i].data<char>()]++;
-}
-
-WriterGuard::~WriterGuard() {
-  if (!cache_.size()) return;
-  const std::lock_guard<std::mutex> lock(pending.mutex);
-  const auto own = pending.count.find(cache_.data<char>());
-  if (own != pending.count.end() && own->second) own->second--;
-  pending.done.notify_all();
+    if (caches[i].size()) buffers->add(caches[i].data<char>());
+  keep_until_run(std::move(buffers));
 }
 
 void allocate_reader(const Arrays &inputs, Arrays &outputs) {
   allocate_by_position(inputs, outputs);
   register_writer(&inputs[1], (inputs.size() - 1) / 2);  // sinks may follow
-}
-
-std::deque<WriterGuard> guards_of(const Arrays &arrays, size_t first, size_t n) {
-  std::deque<WriterGuard> guards;
-  for (size_t i = 0; i < 2 * n; i++) guards.emplace_back(arrays[first + i]);
-  return guards;
 }
 
 void write_heads(const mx::array &before, mx::array &cache, const toast_heads &heads,

@@ -1,8 +1,6 @@
 // KV caches that a primitive updates in place.
 #pragma once
 
-#include <deque>
-
 #include "../kernels/rows.h"
 #include "arrays.h"
 
@@ -15,29 +13,16 @@ void check_cache(const mx::array &cache, const mx::Shape &heads, int first);
 // Gives the updated caches of n rows, keys and values in turn, buffers: that of the cache before,
 // if nobody else holds it, otherwise a new one in the same memory order. Registered writers do not
 // count as holders, but are waited for: MLX keeps a buffer until the operation that writes it has
-// run, so that building a step while the one before is computed would copy every cache. Comes last
-// of an operation's allocations, as one that fails never runs; its work begins with guards_of them.
+// run, so that building a step while the one before is computed would copy every cache. Registers
+// the operation as their writer, and so comes last of its allocations.
 void allocate_caches(const mx::array *before, mx::array *caches, size_t n = 1);
 
-// Registers an operation as a user of such caches' buffers, see allocate_caches. One that only
-// reads the caches registers too; its work also begins with guards_of them.
+// Registers the operation that is being allocated as a user of such caches' buffers until it has
+// run, see allocate_caches. One that only reads the caches registers too.
 void register_writer(const mx::array *caches, size_t n = 1);
 
-// Unregisters the writer of a cache when it goes out of scope.
-class WriterGuard {
- public:
-  explicit WriterGuard(const mx::array &cache) : cache_(cache) {}
-  ~WriterGuard();
-
- private:
-  const mx::array &cache_;
-};
-
-// Guards of the caches of n rows, keys and values in turn, of which the first is arrays[first].
-std::deque<WriterGuard> guards_of(const Arrays &arrays, size_t first, size_t n = 1);
-
 // Allocates the output of an operation that reads the caches of several rows, its inputs from the
-// second on. Its work begins with guards_of them.
+// second on.
 void allocate_reader(const Arrays &inputs, Arrays &outputs);
 
 // Writes new heads into a cache from position `first` on, after copying the cache before unless it

@@ -295,7 +295,6 @@ mx::array attention_apart(Arrays inputs, std::vector<int> lengths, float scale) 
   check(is.latent > 0 && is.rope > 0 && is.latent + is.rope == q.shape(3), "other sizes");
   return lazy("ToastLatentAttention", {n, q.shape(1), 1, int(is.latent)}, mx::float32,
               std::move(inputs), [is, lengths = std::move(lengths)](const Arrays &arrays) {
-    const auto read = guards_of(arrays, 1, lengths.size());
     Contiguous queries(arrays[0]);
     std::vector<LatentRow> rows;
     for (size_t i = 0; i < lengths.size(); i++)

@@ -139,7 +139,6 @@ void compute(const LayerOp &op, const Arrays &arrays, const CacheSpan &span) {
   const int64_t count = x.shape(0) * x.shape(1);
   const size_t all = arrays.size(), outs = op.ending.outputs + (is.shares_cache ? 0 : 2);
   const size_t caches = all - outs - 2, kept_in = is.shares_cache ? caches : all - 2;
-  const auto written = guards_of(arrays, kept_in);
   Contiguous contiguous(x);
   std::optional<Contiguous> total, own, scales;  // before the caches, in reverse order
   size_t beside = caches;
