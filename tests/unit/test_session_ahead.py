@@ -18,6 +18,7 @@ from session_states import (
     expected_rows,
     growing,
     hybrid,
+    nested,
     plain,
     row,
     rows_of,
@@ -137,6 +138,25 @@ def test_a_fork_has_rows_copied(
         assert rows_of(fork, len(TOKENS)) == [expected_rows(TOKENS)] * 6
     with Session.open(tmp_path / "a", MODEL, write=False) as source:
         assert rows_of(source, 700) == [expected_rows(TOKENS[:700])] * 6
+
+
+def test_a_hybrid_fork_has_the_growing_rows_of_all_parts_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recurrent states and windows are written, as at every commit."""
+    counts = rows_read(monkeypatch)
+    with Session.open(tmp_path / "a", MODEL) as session:
+        commit(session, TOKENS[:700], *nested(TOKENS[:700]))
+    with Session.open(tmp_path / "b", MODEL) as fork:
+        with Session.open(tmp_path / "a", MODEL, write=False) as source:
+            fork.goes_on_from(source, 700, len(TOKENS))
+        counts.clear()
+        fork.write_layers_ahead(TOKENS[:900], lambda: nested(TOKENS[:900]), len(TOKENS))
+        commit(fork, TOKENS, *nested(TOKENS))
+        assert counts == [200] * 6 + [100] * 6
+        with Session.open(tmp_path / "whole", MODEL) as whole:
+            commit(whole, TOKENS, *nested(TOKENS))
+            assert rows_of(fork, len(TOKENS)) == rows_of(whole, len(TOKENS))
 
 
 @pytest.mark.parametrize("problem", ["changed", "refused", "committed", "missing"])
