@@ -243,7 +243,8 @@ def test_the_nearest_model(tmp_path: Path, monkeypatch, name: str, nearest: str 
 NO_UTF8 = "is not UTF-8: byte 0x"
 DATA = [
     *((name, [], stdin, "empty prompt") for name, stdin in
-      (("tokenize", None), ("tokenize", b""), ("tokenize", b"\n\n"), ("decode", None))),
+      (("tokenize", None), ("tokenize", b""), ("tokenize", b"\n\n"), ("decode", None),
+       ("decode", b""), ("toast", b""))),
     ("decode", ["-"], b"\n", "empty prompt"),
     ("decode", ["--each-line"], b"\n \n", "no prompts: --each-line"),
     ("tokenize", ["--each-line"], b"", "no prompts: --each-line"),
@@ -271,6 +272,7 @@ def test_bad_data(toast, name: str, arguments: list, stdin: bytes | None, messag
     said, hint = lines_of(done, name, 65)
     assert said.startswith(message)
     assert said != "no frames on input" or "toast-tokenize" in hint
+    assert said != "empty prompt" or (stdin == b"") == ("ended without a byte" in hint)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,12 @@ def test_uniform_scalar_is_the_first_of_one(key):
     assert uniform_scalar(key) == uniform(key, 1)[0]
 
 
+def test_words_that_round_to_one_stay_below_it():
+    key = 0, 0x29483BB
+    assert threefry2x32(key, 0, 0)[0] == 0xFFFFFFB6
+    assert uniform_scalar(key) == uniform(key, 1)[0] == 1 - 2.0**-24
+
+
 def test_position_keys_differ_by_seed_position_and_stream():
     arguments = [
         (seed, position, stream)

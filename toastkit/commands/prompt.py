@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ from toastkit.commands.cli import say
 from toastkit.commands.options import MAX_JSON_BYTES, checkpoint, read_tools, template_arguments
 from toastkit.commands.stdin import (
     holds_prompt,
+    no_prompt,
     read_input,
     read_stdin,
     stdin_lines,
@@ -76,13 +76,12 @@ def _read(
         if not found:
             raise DataError("no prompts: --each-line found no line on stdin that is not empty")
     else:
-        text = text_of(first + read_stdin()) if piped else ""
+        data = first + read_stdin() if piped else b""
+        text = text_of(data)
         alone = flags["system"] is not None and flags["no_generation_prompt"]
         empty = not (text if flags["raw"] else text.strip("\n"))
         if empty and not argument and not alone:
-            if piped or sys.stdin is None or not sys.stdin.isatty():
-                raise DataError("empty prompt")
-            raise UsageError("no prompt", hint="give one as an argument, or pipe one in")
+            raise no_prompt(len(data) if piped else None)
         yield _prompt(text, argument, flags)
 
 

@@ -13,6 +13,7 @@ from toastkit.errors import DataError, UsageError, reported_as
 
 # of a text: no context holds more, and scoring such a corpus takes days
 MAX_BYTES = 32 << 20
+GIVE_ONE = "give one as an argument, or pipe one in"
 
 
 def stdin_has_text() -> bool:
@@ -70,6 +71,15 @@ def _read(stream: BinaryIO, what: str, most: int) -> bytes:
     if len(data) > most:
         raise DataError(f"{what}: over {most >> 20} MiB")
     return data
+
+
+def no_prompt(read: int | None, hint: str = GIVE_ONE) -> DataError | UsageError:
+    """The error for a prompt without text. read: bytes of it that stdin had, None if stdin was not
+    read. hint: what to do at a terminal."""
+    if read is None and sys.stdin is not None and sys.stdin.isatty():
+        return UsageError("no prompt", hint)
+    ended = "standard input ended without a byte: what writes to it may have failed"
+    return DataError("empty prompt", hint=ended if read == 0 else None)
 
 
 def stdin_lines(first: bytes = b"") -> Iterator[bytes]:

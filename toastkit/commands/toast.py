@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from toastkit.commands import cli, completion, options, policy_flags, run_reports
-from toastkit.errors import DataError, NoInputError, UsageError
+from toastkit.errors import NoInputError, UsageError
 from toastkit.native.starting import NativeOptions
 
 if TYPE_CHECKING:
@@ -162,16 +162,16 @@ def _conversation(flags: dict[str, Any]) -> Chat:
 def _question(words: tuple[str, ...], tools: str | None) -> str:
     """The user's message: piped text, then the words. Raises DataError or UsageError if there is
     none. tools: the file of --tools, which may be stdin."""
-    from toastkit.commands.stdin import holds_prompt, read_stdin, text_of, user_turn
+    from toastkit.commands.stdin import holds_prompt, no_prompt, read_stdin, text_of, user_turn
 
     piped = holds_prompt(words, tools)
-    text = text_of(read_stdin()) if piped else ""
-    question = user_turn(text, _joined(words))
-    if question:
-        return question
-    if piped or not sys.stdin.isatty():
-        raise DataError("empty prompt")
-    raise UsageError("no prompt", hint="give one as an argument, pipe one in, or give --chat")
+    data = read_stdin() if piped else b""
+    question = user_turn(text_of(data), _joined(words))
+    if not question:
+        raise no_prompt(
+            len(data) if piped else None, "give one as an argument, pipe one in, or give --chat"
+        )
+    return question
 
 
 def _joined(words: tuple[str, ...]) -> str:
