@@ -100,11 +100,8 @@ def _variables(option: click.Parameter) -> list[str]:
 
 
 _EAGER: dict[str, Any] = {
-    "is_flag": True,
-    "expose_value": False,
-    "is_eager": True,
-    "allow_from_autoenv": False,
-}
+    "is_flag": True, "expose_value": False, "is_eager": True, "allow_from_autoenv": False,
+}  # fmt: skip
 
 
 def _talk_options() -> list:
@@ -123,8 +120,7 @@ def _program_options() -> list:
         click.option("--version", **_EAGER, callback=_show_version, help="Print the version."),
         click.option(
             "--completion", type=shells, expose_value=False, is_eager=True,
-            callback=_show_completion,
-            help="Print a completion script for a shell.",
+            callback=_show_completion, help="Print a completion script for a shell.",
         ),
     ]  # fmt: skip
 
@@ -199,6 +195,13 @@ def typed_wins(flags: dict[str, Any], name: str, *others: str) -> None:
             default = option.get_default(context)
             none = () if option.multiple else None
             flags[option.name] = default if isinstance(default, (str, int)) else none
+
+
+def exclusive(flags: dict[str, Any], name: str, other: str) -> None:
+    """Raise UsageError if both are set, but for a variable beside an option that was typed."""
+    typed_wins(flags, name, other)
+    if not {flags[name], flags[other]} & {None, False}:
+        raise UsageError(f"{spelled(name)} and {spelled(other)} exclude each other")
 
 
 def say(line: str) -> None:

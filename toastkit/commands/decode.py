@@ -51,10 +51,10 @@ ONLY_FRAMES = ("greedy", "force", "steps", "inline")
 def decode(prompt: tuple[str, ...], **flags) -> int:
     options.settle_prompting(flags)
     cli.typed_wins(flags, "as_json", "no_newline")
-    cli.typed_wins(flags, "greedy", "force")
     policy_flags.reject_unused(flags)
     first = _first_byte(prompt, flags)
     if starts_frames(first):
+        cli.exclusive(flags, "greedy", "force")
         _refuse_text(prompt, flags)
         return _filter(flags, first)
     cli.refuse_together("is for frames, but there are none on stdin", *ONLY_FRAMES)
@@ -95,8 +95,6 @@ def _filter(flags: dict[str, Any], first: bytes) -> int:
     from toastkit.stages.run.pipe_decode import DecodeEnd
     from toastkit.stages.run.settings import StepOptions
 
-    if flags["greedy"] and flags["force"] is not None:
-        raise UsageError("--greedy and --force exclude each other")
     options.let_stream_name_model(flags)
     own: Any = None
     if flags["greedy"]:

@@ -24,10 +24,7 @@ from toastkit.frames import starts_frames
 @click.option("--end", is_flag=True, help="End the run after the last ID.")
 @click.option("--ignore-eos", is_flag=True, help="Do not end the run at an end-of-turn token.")
 def feed(ids: tuple[int, ...], **flags) -> int:
-    cli.typed_wins(flags, "run", "session")
-    if flags["run"] is not None and flags["session"] is not None:
-        said = f"{cli.spelled('run')} and {cli.spelled('session')}"
-        raise UsageError(f"{said} exclude each other")
+    cli.exclusive(flags, "run", "session")
     sends = bool(ids or flags["end"])
     try:
         path = flags["run"] or (flags["session"] and _run_of(flags["session"]))

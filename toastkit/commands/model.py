@@ -59,9 +59,8 @@ def list_command(**flags) -> int:
     "--device", is_flag=True, allow_from_autoenv=False, help="Say what computes here instead."
 )
 def info(name: str, **flags) -> int:
-    cli.typed_wins(flags, "supported", "device", "name")
-    if flags["supported"] and flags["device"]:
-        raise UsageError("--supported and --device exclude each other")
+    cli.typed_wins(flags, "supported", "name")
+    cli.exclusive(flags, "supported", "device")
     for instead, tell in (("supported", _supported), ("device", _device)):
         if not flags[instead]:
             continue

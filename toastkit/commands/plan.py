@@ -15,7 +15,6 @@ from toastkit.commands.models import as_json, say_verbose, table
 from toastkit.commands.plan_residency import lines, residency_flags, work_out
 from toastkit.commands.policy_flags import gear_bits, gear_scope
 from toastkit.commands.sizes import Size
-from toastkit.errors import UsageError
 from toastkit.text.terminal import shown
 
 if TYPE_CHECKING:
@@ -48,9 +47,7 @@ def plan(name: str, **flags) -> int:
     from toastkit.gears.gear_options import GearOptions
     from toastkit.model.locate import find
 
-    cli.typed_wins(flags, "calibrate", "no_calibration")
-    if flags["calibrate"] and flags["no_calibration"]:
-        raise UsageError("--calibrate and --no-calibration exclude each other")
+    cli.exclusive(flags, "calibrate", "no_calibration")
     GearOptions(scope=flags["gear_scope"], bits=flags["gear_bits"])  # validates before reading
     files = find(name)
     residency = work_out(files, flags)

@@ -9,7 +9,6 @@ import click
 from toastkit.client.output import write_text
 from toastkit.commands import cli, options
 from toastkit.commands.sizes import IntegerRange
-from toastkit.errors import UsageError
 
 
 @cli.command("tokenize")
@@ -28,11 +27,9 @@ def tokenize(prompt: tuple[str, ...], **flags) -> int:
     from toastkit.stages.tokenize import at
 
     options.settle_prompting(flags)
-    cli.typed_wins(flags, "count", "template_only", "session")
+    cli.typed_wins(flags, "count", "session")
     cli.typed_wins(flags, "template_only", "session", "truncate")
-    if flags["count"] and flags["template_only"]:
-        said = f"{cli.spelled('count')} and {cli.spelled('template_only')}"
-        raise UsageError(f"{said} exclude each other")
+    cli.exclusive(flags, "count", "template_only")
     if flags["count"]:
         cli.refuse_together("is for frames, not with --count", "session")
     if flags["template_only"]:
