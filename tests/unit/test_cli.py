@@ -320,18 +320,6 @@ def test_text_that_a_variable_asks_for_has_no_error_frame(monkeypatch, value, fr
     assert bool(here("tokenize", "").stdout) == frames
 
 
-def test_variables_that_exclude_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = here("tokenize", "hi").stdout
-    for name in ("COUNT", "TEMPLATE_ONLY", "GREEDY", "FORCE"):
-        monkeypatch.setenv(f"TOAST_{name}", "1")
-    for name, stdin, said in (
-        ("tokenize", b"hi", "TOAST_COUNT and TOAST_TEMPLATE_ONLY exclude each other"),
-        ("decode", sent, "TOAST_GREEDY and TOAST_FORCE exclude each other"),
-    ):
-        assert lines_of(here(name, stdin=stdin), name, 64)[0] == said
-    assert here("tokenize", "--count", "hi").returncode == 0
-
-
 def test_a_directory_that_was_removed(tmp_path: Path) -> None:
     script = 'cd "$0" && rmdir "$0" && exec "$@"'
     words = [str(tmp_path), executable("feed"), "--session", "./s", "5"]

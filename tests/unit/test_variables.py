@@ -86,3 +86,15 @@ def test_no_variable_names_another_model_than_a_stream(toast, tmp_path: Path) ->
     assert read.returncode == 0
     done = toast("decode", "--greedy", "-n", "1", stdin=read.stdout, env=env)
     assert done.returncode == 0
+
+
+def test_variables_that_exclude_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = here("tokenize", "hi").stdout
+    for name in ("COUNT", "TEMPLATE_ONLY", "GREEDY", "FORCE"):
+        monkeypatch.setenv(f"TOAST_{name}", "1")
+    for name, stdin, said in (
+        ("tokenize", b"hi", "TOAST_COUNT and TOAST_TEMPLATE_ONLY exclude each other"),
+        ("decode", sent, "TOAST_GREEDY and TOAST_FORCE exclude each other"),
+    ):
+        assert lines_of(here(name, stdin=stdin), name, 64)[0] == said
+    assert here("tokenize", "--count", "hi").returncode == 0
