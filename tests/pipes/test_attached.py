@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -201,9 +200,7 @@ def test_nothing_of_mlx_is_imported(tmp_path: Path, prompt_of) -> None:
 def test_another_model_is_loaded_here(toast, tmp_path: Path) -> None:
     from tests.unpack import unpack
 
-    model = unpack(tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 99}))
+    model = unpack(tmp_path / "model", max_position_embeddings=99)
     done = toast("decode", "-v", "-m", str(model), "--temp", "0", WHO)
     assert done.stdout == WHO_ANSWER
     lines = done.stderr.decode().splitlines()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
@@ -29,14 +28,6 @@ def nearby(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Daemon:
 def attached(daemon: Daemon) -> int:
     """Runs that have a state in the daemon."""
     return daemon.control("status")["attached"]
-
-
-def endless_crumb(folder: Path) -> str:
-    """crumb with room for so many tokens that no answer of a test fills its context."""
-    config = json.loads((unpack(folder) / "config.json").read_text())
-    longer = {**config, "max_position_embeddings": 1 << 20}
-    (folder / "config.json").write_text(json.dumps(longer))
-    return str(folder)
 
 
 # -------------------------------------------------------------------------- the executable ends
@@ -108,7 +99,8 @@ def test_interrupted_in_mid_prefill_it_commits_what_was_read(nearby: Daemon, tmp
 
 
 def test_the_daemon_is_killed_in_mid_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toast):
-    model = endless_crumb(tmp_path / "model")
+    room = 1 << 20  # for so many tokens that nobody's answer ends
+    model = str(unpack(tmp_path / "model", max_position_embeddings=room))
     monkeypatch.setenv("TOAST_MODEL", model)
     session, other = str(tmp_path / "session"), str(tmp_path / "other")
     with Daemon(model, "--no-audit", "--spill", "0") as daemon:

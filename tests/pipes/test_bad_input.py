@@ -46,10 +46,7 @@ def test_prompts(toast: Toast, prompt: bytes, said: str):
 
 
 def test_a_long_prompt_can_be_cut(toast: Toast, tmp_path: Path):
-    model = unpack(tmp_path / "short")
-    config = json.loads((model / "config.json").read_bytes())
-    short = {**config, "max_position_embeddings": 128}
-    (model / "config.json").write_text(json.dumps(short))
+    model = unpack(tmp_path / "short", max_position_embeddings=128)
     done = toast("decode", "-m", model, "--truncate", "-n", "3", stdin=b"word " * 9000)
     assert done.returncode == 0 and done.stdout.strip()
     assert b"its beginning is cut off, 125 tokens are left" in done.stderr

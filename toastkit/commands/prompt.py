@@ -76,12 +76,12 @@ def _read(
         if not found:
             raise DataError("no prompts: --each-line found no line on stdin that is not empty")
     else:
-        data = first + read_stdin() if piped else b""
-        text = text_of(data)
+        data = first + read_stdin() if piped else None
+        text = text_of(data or b"")
         alone = flags["system"] is not None and flags["no_generation_prompt"]
         empty = not (text if flags["raw"] else text.strip("\n"))
         if empty and not argument and not alone:
-            raise no_prompt(len(data) if piped else None)
+            raise no_prompt(data)
         yield _prompt(text, argument, flags)
 
 

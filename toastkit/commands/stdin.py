@@ -73,13 +73,13 @@ def _read(stream: BinaryIO, what: str, most: int) -> bytes:
     return data
 
 
-def no_prompt(read: int | None, hint: str = GIVE_ONE) -> DataError | UsageError:
-    """The error for a prompt without text. read: bytes of it that stdin had, None if stdin was not
-    read. hint: what to do at a terminal."""
-    if read is None and sys.stdin is not None and sys.stdin.isatty():
+def no_prompt(data: bytes | None, hint: str = GIVE_ONE) -> DataError | UsageError:
+    """The error for a prompt without text. data: what stdin had, None if it was not read. hint:
+    what to do at a terminal."""
+    if data is None and sys.stdin is not None and sys.stdin.isatty():
         return UsageError("no prompt", hint)
     ended = "standard input ended without a byte: what writes to it may have failed"
-    return DataError("empty prompt", hint=ended if read == 0 else None)
+    return DataError("empty prompt", hint=ended if data == b"" else None)
 
 
 def stdin_lines(first: bytes = b"") -> Iterator[bytes]:

@@ -165,12 +165,10 @@ def _question(words: tuple[str, ...], tools: str | None) -> str:
     from toastkit.commands.stdin import holds_prompt, no_prompt, read_stdin, text_of, user_turn
 
     piped = holds_prompt(words, tools)
-    data = read_stdin() if piped else b""
-    question = user_turn(text_of(data), _joined(words))
+    data = read_stdin() if piped else None
+    question = user_turn(text_of(data or b""), _joined(words))
     if not question:
-        raise no_prompt(
-            len(data) if piped else None, "give one as an argument, pipe one in, or give --chat"
-        )
+        raise no_prompt(data, "give one as an argument, pipe one in, or give --chat")
     return question
 
 

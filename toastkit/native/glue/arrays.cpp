@@ -46,6 +46,7 @@ class Operation : public mx::Primitive {
     const bool again = outputs[0].is_tracer() ||
                        size_t(outputs[0].primitive_ptr().use_count()) > outputs.size();
     give_memory(inputs, outputs);
+    auto held = std::move(kept);
     Arrays arrays;  // MLX keeps their buffers until this has run, except those of weights
     arrays.reserve(inputs.size() + weights_.size() + outputs.size());
     auto add = [&](size_t from, size_t to) {
@@ -65,7 +66,7 @@ class Operation : public mx::Primitive {
     }
     mx::cpu::get_command_encoder(stream()).dispatch(
         [arrays = std::move(arrays), work = again ? work_ : std::move(work_), numbers,
-         held = std::move(kept)]() mutable {
+         held = std::move(held)]() mutable {
           if (numbers) work(arrays);
           held.reset();
         });
@@ -95,6 +96,7 @@ class Operation : public mx::Primitive {
         for (auto &one : outputs) one.set_data(memory_for(one));
       }
     } catch (...) {
+      kept.reset();
       set_others(inputs);
       throw;
     }

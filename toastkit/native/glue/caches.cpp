@@ -53,10 +53,12 @@ Writers &pending = *new Writers;
 // The buffers of one writer, which are registered until it has run or was given up.
 class Registered {
  public:
+  explicit Registered(size_t most) { buffers_.reserve(most); }
+
   // The caller holds the lock.
   void add(const void *memory) {
-    buffers_.push_back(memory);
     pending.count[memory]++;
+    buffers_.push_back(memory);
   }
 
   ~Registered() {
@@ -278,13 +280,13 @@ void allocate_caches(const mx::array *before, mx::array *caches, size_t n) {
 }
 
 void register_writer(const mx::array *caches, size_t n) {
+  const auto buffers = std::make_shared<Registered>(2 * n);
+  keep_until_run(buffers);
   const std::lock_guard<std::mutex> lock(pending.mutex);
   if (pending.count.size() > MAX_REMEMBERED)
     std::erase_if(pending.count, [](const auto &one) { return !one.second; });
-  auto buffers = std::make_shared<Registered>();
   for (size_t i = 0; i < 2 * n; i++)
     if (caches[i].size()) buffers->add(caches[i].data<char>());
-  keep_until_run(std::move(buffers));
 }
 
 void allocate_reader(const Arrays &inputs, Arrays &outputs) {
