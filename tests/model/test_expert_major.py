@@ -98,7 +98,7 @@ def test_every_way_to_read_gives_the_same(models, name: str) -> None:
         assert all(bytes_of(layer[n]) == bytes_of(lazy[n]) for n in layer)
         for tensor in two.expert_names(index):
             assert bytes_of(two.rows(tensor, 2, 5)) == bytes_of(lazy[tensor][2:5])
-            jobs, make = two.rows_of(tensor, [(6, 7), (0, 1)])
+            jobs, make = two.row_reading.rows(tensor, [(6, 7), (0, 1)])
             found = mx.concatenate(two.reader.request(jobs, make, NOW).result())
             assert bytes_of(found) == bytes_of(lazy[tensor][mx.array([6, 0])])
         assert set(two.expert_names(index)) == set(one.expert_names(index))

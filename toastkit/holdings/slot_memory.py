@@ -94,7 +94,7 @@ class SlotMemory:
             self._made += [_Source(holding, name) for name in dict.fromkeys(made.values())]
         jobs = {key: job for rows in self._rows_of([0]) for key, job in rows.jobs.items()}
         self.read_bytes += sum(job.stored_bytes for job in jobs.values())
-        self.reads_all = any(store.is_whole(source.name) for source in self._made)
+        self.reads_all = any(store.row_reading.is_whole(source.name) for source in self._made)
         # In file order: adjacent pieces of an expert are read at once.
         self._direct.sort(key=lambda stack: self._pieces[id(stack), 0].spans)
 
@@ -105,14 +105,14 @@ class SlotMemory:
     def _rows_of(self, experts: list[int]) -> list[Rows]:
         """The reads that experts take, per source."""
         spans = [(expert, expert + 1) for expert in experts]
-        return [self._store.rows_of(source.name, spans) for source in self._made]
+        return [self._store.row_reading.rows(source.name, spans) for source in self._made]
 
     def _piece(self, stack: _Stack, expert: int, view: memoryview) -> Piece | None:
         """The read of an expert's row of a stack into view; None if it is not stored as such."""
         known = self._pieces.get((id(stack), expert))
         if known is None:
             dtype = stack.holding.parts.matrix[stack.key].dtype
-            known = self._store.piece(stack.name, expert, view, dtype)
+            known = self._store.row_reading.piece(stack.name, expert, view, dtype)
             if known is None:
                 return None
             # Without the view, which would keep its memory alive.

@@ -109,7 +109,7 @@ def expert_by_expert(store: Store, path: str, recipes: Sequence[Recipe], group: 
 
     def write(writer: TensorWriter) -> None:
         # What must be computed whole is computed once, not per block.
-        made = store.read([r.tensor for r in recipes if store.is_whole(r.tensor)])
+        made = store.read([r.tensor for r in recipes if store.row_reading.is_whole(r.tensor)])
         step = max(1, READ_BYTES // row)
         for start in range(0, count, step):
             stop = min(start + step, count)

@@ -60,7 +60,8 @@ class RowReading:
         )
 
     def rows(self, name: str, spans: Sequence[Range]) -> Rows:
-        """The jobs that read those rows of a tensor, and the function that makes the rows."""
+        """The jobs that read those rows of a tensor, and the function that makes the rows: no more
+        of the files than they need, or all of the tensor if that is not certain."""
         origin = self._sanitizing.origin(name)
         if isinstance(origin, (Stored, Stacked)):
             keys = [(*origin, *span) for span in spans]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,12 +31,12 @@ from toastkit.model.files import ModelFiles
 from toastkit.model.normalise import Fitted
 from toastkit.model.safetensors import Entry
 from toastkit.model.toast_format import GEAR_PREFIX
-from toastkit.store.jobs import Job, Piece
+from toastkit.store.jobs import Job
 from toastkit.store.mapping import MappedFiles
 from toastkit.store.raw import DTYPES, RawTensors
 from toastkit.store.reader import Reader
 from toastkit.store.request import Request
-from toastkit.store.rows import WIDENED, RowReading, Rows
+from toastkit.store.rows import WIDENED, RowReading
 from toastkit.store.sanitizing import Made, Origin, Sanitizing, Stored
 from toastkit.store.skeleton import (
     MISFITS,
@@ -62,7 +62,7 @@ class Store:
     fitted: the configuration as the architecture reads it. model: the architecture, with quantised
     modules in place and no weights. quantization: settings of config.json, None if not quantised.
     names: of all tensors, in file order where known. layers_path: such as `model.layers`. reader:
-    its threads, with their limit and statistics.
+    its threads, with their limit and statistics. row_reading: what it takes to read some rows.
     Raises DataError, NoInputError for a checkpoint that is broken, incomplete, or does not fit.
     """
 
@@ -109,7 +109,7 @@ class Store:
                 sanitize = lambda given: copied_model(pristine).sanitize(given)  # noqa: E731
                 tensors = self.model.sanitize(dict(raw))
         self._sanitizing = Sanitizing(self._raw, sanitize, raw)
-        self._rows = RowReading(self._raw, self._sanitizing, self.dtype, self.tensor)
+        self.row_reading = RowReading(self._raw, self._sanitizing, self.dtype, self.tensor)
         by_identity = {id(array): name for name, array in raw.items()}
         self._stored = {n: by_identity[id(a)] for n, a in tensors.items() if id(a) in by_identity}
         self._about = {name: (tuple(a.shape), a.dtype) for name, a in tensors.items()}
@@ -174,10 +174,6 @@ class Store:
         self.shape(name)  # raises KeyError
         return self._sanitizing.origin(name)
 
-    def is_whole(self, name: str) -> bool:
-        """True if any row of a tensor requires computing all of it."""
-        return self._rows.is_whole(name)
-
     # ---------------------------------------------------------------------------------- reading
 
     def load(self) -> dict[str, mx.array]:
@@ -229,10 +225,10 @@ class Store:
             for name, origin in origins.items():
                 if isinstance(origin, Made):
                     jobs.update(
-                        (Stored(part), self._rows.job(Stored(part))) for part in origin.parts
+                        (Stored(part), self.row_reading.job(Stored(part))) for part in origin.parts
                     )
                 elif origin is not None:
-                    job = self._rows.job(origin)
+                    job = self.row_reading.job(origin)
                     jobs[name] = replace(job, widened=name in widen and job.result_dtype in WIDENED)
             if len(self._known_reads) == MAX_KNOWN_READS:
                 self._known_reads.clear()
@@ -341,19 +337,10 @@ class Store:
         Raises IndexError for rows out of range."""
         if not 0 <= start < stop <= (self.shape(name) or (0,))[0]:
             raise IndexError(f"{name} has no rows {start}:{stop}")
-        jobs, make = self.rows_of(name, [(start, stop)])
+        jobs, make = self.row_reading.rows(name, [(start, stop)])
         (rows,) = map(mx.contiguous, self.reader.request(jobs, make, NOW).result())
         self.evaluate(rows)
         return rows
-
-    def rows_of(self, name: str, spans: Sequence[tuple[int, int]]) -> Rows:
-        """What it takes to read rows first:stop of a tensor, for each range: no more of the files
-        than the rows need, or all of the tensor if that is not certain."""
-        return self._rows.rows(name, spans)
-
-    def piece(self, name: str, row: int, view: memoryview, dtype: mx.Dtype) -> Piece | None:
-        """See RowReading.piece."""
-        return self._rows.piece(name, row, view, dtype)
 
     # -------------------------------------------------------------------------------- closing
 
