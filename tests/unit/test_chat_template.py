@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.unit.chat_templates import record
 from toastkit.errors import DataError
-from toastkit.text import template_child
 from toastkit.text.chat_template import render
 from toastkit.text.messages import user_messages
 
 RECORDS = Path(record.__file__).parent
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patient() -> Iterator[None]:
-    """How long a template may take is tested elsewhere; here a busy machine may take its time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template_child, "SECONDS", 60.0)
-        yield
 
 
 CONVERSATION = [

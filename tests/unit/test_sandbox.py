@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -119,6 +121,20 @@ def test_templates_that_run_for_long_are_stopped(
         ask(LONG[name])
     monkeypatch.undo()
     assert ask("{{ messages[0].content }}") == "hi"
+
+
+def test_what_a_busy_machine_takes_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask("x")
+    monkeypatch.setattr(template_child, "SECONDS", 0.3)
+    pid = template_child._child._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    goes_on = threading.Timer(0.5, os.kill, (pid, signal.SIGCONT))
+    goes_on.start()
+    assert ask("{{ messages[0].content }}") == "hi"
+    monkeypatch.setattr(template_child, "WAIT_SECONDS", 0.2)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(DataError, match=r"^chat template: stopped, it runs for over 0\.3 seconds$"):
+        ask("{{ messages[0].content }}")
 
 
 @pytest.mark.parametrize(

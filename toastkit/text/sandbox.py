@@ -2,7 +2,7 @@
 
 Jinja's immutable sandbox keeps a template away from Python's internals. The process bounds its
 cost: `serve` runs in a child (toastkit.text.template_child) that can open no file, start no process
-and use only so much memory, and that its parent kills at a timeout.
+and use only so much memory and time, and that its parent kills at a timeout.
 """
 
 from __future__ import annotations
@@ -194,13 +194,15 @@ def serve(memory_bytes: int, base_characters: int, header_bytes: int) -> None:
         write.write(len(data).to_bytes(header_bytes, "big") + data)
         write.flush()
         signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         header = read.read(header_bytes)
         if len(header) < header_bytes:
             return
         size = int.from_bytes(header, "big")
         job = json.loads(read.read(size))
-        # The parent enforces the timeout; this is for a child whose parent was killed.
-        signal.alarm(int(job["seconds"]) + 10)
+        signal.setitimer(signal.ITIMER_PROF, job["seconds"])  # of processor, then it is killed
+        # The parent waits no longer than this; the alarm is for a child whose parent was killed.
+        signal.alarm(int(job["wait"]) + 10)
         reply = answer(job, base_characters + 4 * size)
 
 
@@ -211,7 +213,8 @@ def _confine(memory_bytes: int) -> None:
         import_module(name)
     codecs.lookup("unicode-escape")
 
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for number in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for kind, most in (
         (resource.RLIMIT_AS, memory_bytes),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from typing import Any
 
 from toastkit.errors import UnavailableError
 
-SECONDS = 5.0  # for one job
+SECONDS = 5.0  # of processor, for one job
+WAIT_SECONDS = 60.0  # on the clock, of which a busy machine may take more
 START_SECONDS = 30.0
 LOOKS = sys.platform == "darwin"  # which does not enforce RLIMIT_AS
 LOOK_SECONDS = 0.1  # between two checks of a child's memory
@@ -71,16 +73,22 @@ class _Child:
             except (OSError, Stopped) as error:
                 raise UnavailableError(_FAILED) from error
             self._is_ready = True
-        deadline = time.monotonic() + SECONDS
-        data = json.dumps({**job, "seconds": SECONDS}).encode()
+        wait = max(WAIT_SECONDS, SECONDS)
+        deadline = time.monotonic() + wait
+        data = json.dumps({**job, "seconds": SECONDS, "wait": wait}).encode()
         try:
-            self._socket.settimeout(SECONDS)
+            self._socket.settimeout(wait)
             self._socket.sendall(len(data).to_bytes(HEADER_BYTES, "big") + data)
             return self._receive(deadline)
         except TimeoutError as error:
-            raise Stopped(f"it runs for over {SECONDS:g} seconds") from error
+            raise _too_long() from error
         except OSError as error:
             raise Stopped("it takes too much memory") from error
+
+    def _ended(self) -> Stopped:
+        """Why it has closed its end."""
+        by_timer = self._process.wait() == -signal.SIGPROF
+        return _too_long() if by_timer else Stopped("it takes too much memory")
 
     def end(self) -> None:
         """Kill it."""
@@ -110,9 +118,13 @@ class _Child:
                     raise Stopped("it takes too much memory") from None
                 continue
             if not count:
-                raise Stopped("it takes too much memory")
+                raise self._ended()
             rest = rest[count:]
         return data
+
+
+def _too_long() -> Stopped:
+    return Stopped(f"it runs for over {SECONDS:g} seconds")
 
 
 def _resident(pid: int) -> int:
@@ -140,7 +152,7 @@ _child: _Child | None = None
 def ask(job: dict[str, Any]) -> dict[str, Any]:
     """Return the child's reply to a job of toastkit.text.sandbox.answer. Any thread; one at a time.
 
-    Raises Stopped if it took longer than SECONDS, too much memory or wrote too much,
+    Raises Stopped if it took SECONDS, WAIT_SECONDS or too much memory, or wrote too much,
     UnavailableError if no child can be started.
     """
     with _lock:
