@@ -17,19 +17,19 @@ pytestmark = pytest.mark.usefixtures("homes")
 
 def test_a_full_disk_is_told_of_once(engines: Engines, homes: Path, monkeypatch) -> None:
     driver, chat = Driver(engines(HYBRID)[0]), Chat(engines, HYBRID, LONG)
-    commit = Session.commit
+    commit = Session.commit_in_pieces
 
     def fails(*arguments, **settings):
         raise IOFailure("cannot save session x: no space left on device")
 
-    monkeypatch.setattr(Session, "commit", fails)
+    monkeypatch.setattr(Session, "commit_in_pieces", fails)
     for turn in range(3):
         chat.goes_on(driver, "Why?" if turn else None)
     assert driver.said == [
         "conversations are not kept on disk: cannot save session x: no space left on device"
     ]
     assert not directories(homes) and not any(kept.saved for kept in driver.kept)
-    monkeypatch.setattr(Session, "commit", commit)
+    monkeypatch.setattr(Session, "commit_in_pieces", commit)
     chat.ask(driver, "And then?")  # there is room again
     driver.restart()
     chat.goes_on(driver, "Bye.")

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import ChunkedKVCache, KVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from tests.model.service_driver import Driver, Engines, user, words
 from tests.model.test_memory_disk import BOOK, HYBRID, LONG, Chat, directories
 from toastkit.daemon import spill
-from toastkit.session.caches import describe, first_rows, in_slices
+from toastkit.session.blocks import PIECE_BYTES
 from toastkit.session.directory import Session
+from toastkit.session.savepoints import Savepoint
 
 pytestmark = pytest.mark.usefixtures("homes")
 NAMES = ("llama", "gemma3_text", "falcon_h1", HYBRID)
@@ -24,14 +25,26 @@ def name(request, monkeypatch) -> str:
     return request.param
 
 
-def test_only_what_can_be_cut_back_is_written_in_slices() -> None:
-    caches = [KVCache(), ChunkedKVCache(64)]
+def test_what_is_written_at_once(tmp_path: Path) -> None:
+    """Every kind of layer and of savepoint is committed in pieces, a window as one, and comes back
+    as if there had been none; a commit that is given up changes nothing."""
+    caches = [KVCache(), ChunkedKVCache(3000), RotatingKVCache(700)]
     for layer in caches:
-        layer.update_and_fetch(*mx.zeros((2, 1, 2, 40, 8)))
-    kv, chunks = describe(caches)
-    assert list(in_slices([kv], 40, 1280)) == [10, 20, 30]
-    assert first_rows(kv, 10).settings["offset"] == 10
-    assert not list(in_slices([kv, chunks], 40, 1280)) and not list(in_slices([kv], 41, 1280))
+        layer.update_and_fetch(*mx.random.normal((2, 1, 8, 1999, 64)))
+        layer.update_and_fetch(*mx.random.normal((2, 1, 8, 1, 64)))
+    tokens, points = list(range(2000)), [Savepoint(1990, [None, None, caches[2]])]
+    with Session.open(tmp_path / "session", "f") as session:
+        given_up = session.commit_in_pieces(tokens, caches, None, points)
+        assert next(given_up) <= PIECE_BYTES
+        given_up.close()
+        assert session.generation == 0
+        pieces = list(session.commit_in_pieces(tokens, caches, None, points))
+        assert max(pieces) <= PIECE_BYTES and len(pieces) == 2 * (2 + 2 + 1 + 1)
+        assert session.savepoints == [1990]
+        fresh = [KVCache(), ChunkedKVCache(3000), RotatingKVCache(700)]
+        for old, new in zip(caches, session.restore(2000, lambda: fresh)):
+            for a, b in zip(old.state, new.state):
+                assert mx.array_equal(a, b)
 
 
 def writing(driver: Driver) -> bool:

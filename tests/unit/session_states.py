@@ -12,7 +12,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from toastkit.session.blocks import LayerSource, TensorSource
+from toastkit.session.blocks import LayerSource, TensorSource, written
 from toastkit.session.directory import Session
 from toastkit.session.extents import align
 from toastkit.session.layout import Layer
@@ -116,7 +116,9 @@ def at(layers: Callable[[list[int]], list], tokens: list[int], *counts: int) -> 
 def commit(
     session: Session, tokens: list[int], *sources: LayerSource, savepoints: Sequence[Savepoint] = ()
 ) -> None:
-    session.commit_layers(tokens, sources or [growing(tokens)], logits_of(tokens), savepoints)
+    written(
+        session.commit_layers(tokens, sources or [growing(tokens)], logits_of(tokens), savepoints)
+    )
 
 
 def body_of(path: Path) -> dict:

@@ -36,6 +36,7 @@ from toastkit.errors import (
     UsageError,
 )
 from toastkit.session import names
+from toastkit.session.blocks import written
 from toastkit.session.commit import MAX_SLICES
 from toastkit.session.directory import Session
 from toastkit.session.extents import ALIGNMENT, Space
@@ -97,7 +98,7 @@ def test_reusable(state_home: Path):
         assert session.reusable([1, 2, 3]) == 2  # the last is run again, for its logits
         assert session.reusable([1, 2, 9, 9]) == 2
         assert session.reusable([9]) == 0 and session.reusable([]) == 0
-        session.commit_layers([1, 2, 3, 4], [growing([1, 2, 3, 4])], None)
+        written(session.commit_layers([1, 2, 3, 4], [growing([1, 2, 3, 4])], None))
         assert session.reusable([1, 2, 3, 4]) == 3
         commit(session, [1, 2, 3, 4], recurrent([1, 2, 3, 4]))
         assert session.reusable([1, 2, 3, 4, 5]) == 4
@@ -173,7 +174,7 @@ def test_history_in_many_slices(state_home: Path):
     with Session.open(names.resolve("one"), MODEL) as session:
         for i in range(3 * MAX_SLICES):
             tokens = [*range(i), 10**6]
-            session.commit_layers(tokens, None, None)
+            written(session.commit_layers(tokens, None, None))
             assert len(session.header.tokens.slices) <= MAX_SLICES
     with Session.open(names.resolve("one"), MODEL) as session:
         assert session.tokens == tokens

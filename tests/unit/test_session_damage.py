@@ -27,7 +27,7 @@ from session_states import (
 from tests.conftest import examples
 from toastkit.errors import DataError
 from toastkit.session import names
-from toastkit.session.blocks import LayerSource
+from toastkit.session.blocks import LayerSource, written
 from toastkit.session.directory import Session
 from toastkit.session.extents import ALIGNMENT
 
@@ -38,7 +38,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Session.open(path, MODEL) as session:
         tokens = list(range(300))
         commit(session, tokens, *mixed(tokens), savepoints=at(mixed, tokens, 100, 299))
-        session.commit_layers(tokens, mixed(tokens), logits_of(tokens), at(mixed, tokens, 100, 150))
+        written(
+            session.commit_layers(
+                tokens, mixed(tokens), logits_of(tokens), at(mixed, tokens, 100, 150)
+            )
+        )
     return path
 
 

@@ -28,7 +28,7 @@ from session_states import (
 
 from toastkit.errors import BusyError, IOFailure, ToastError
 from toastkit.session import names
-from toastkit.session.blocks import LayerSource
+from toastkit.session.blocks import LayerSource, written
 from toastkit.session.directory import Session
 from toastkit.session.lock import WriterLock
 
@@ -87,7 +87,7 @@ def test_interrupted_between_rename_and_return(state_home: Path, monkeypatch: py
             patch.setattr(os, "replace", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 commit(session, [1] * 400)
-        session.commit_layers([1] * 400, [growing([1] * 400)], None)
+        written(session.commit_layers([1] * 400, [growing([1] * 400)], None))
         assert session.generation == 3
         assert rows_of(session, 400) == [expected_rows([1] * 400)] * 2
 

@@ -37,7 +37,7 @@ from session_states import (
 )
 
 from toastkit.errors import DataError
-from toastkit.session.blocks import LayerSource
+from toastkit.session.blocks import LayerSource, written
 from toastkit.session.directory import Session
 from toastkit.session.savepoints import Savepoint
 
@@ -282,9 +282,9 @@ def test_savepoints_of_another_state(path: Path, points: list[Savepoint]):
         with pytest.raises(ValueError, match="savepoint"):
             commit(session, TOKENS, *hybrid(TOKENS), savepoints=points)
         with pytest.raises(ValueError, match="savepoint"):
-            session.commit_layers(TOKENS, None, None, points)
+            written(session.commit_layers(TOKENS, None, None, points))
         with pytest.raises(ValueError, match="contiguous float32"):
-            session.commit_layers(TOKENS, None, b"logits")
+            written(session.commit_layers(TOKENS, None, b"logits"))
         assert session.generation == 0
 
 

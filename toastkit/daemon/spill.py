@@ -13,10 +13,9 @@ import os
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from toastkit.base_directories import own_directory
@@ -117,8 +116,8 @@ class Spill:
             with Session.open(path, self.fingerprint, durable=False) as session:
                 shared = common_prefix(session.tokens, tokens)
                 session.continues(shared, kept.generation)
-                yield from _write_rows(session, shared, tokens, kept.cache)
-                session.commit(tokens, kept.cache, None, kept.savepoints)
+                pieces = session.commit_in_pieces(tokens, kept.cache, None, kept.savepoints)
+                yield from _in_slices(pieces)
                 generation = session.generation
                 if not path.name.startswith(name):
                     # Keeps its lock, which is on the file and not on the name.
@@ -173,18 +172,14 @@ class Spill:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _write_rows(
-    session: Session, shared: int, tokens: list[int], cache: list
-) -> Generator[None, None, None]:
-    """Write most rows that follow the `shared` ones ahead of a commit; yield after each slice."""
-    from toastkit.session.caches import describe, first_rows, in_slices
-
-    sources = describe(cache)
-    for count in in_slices(sources, len(tokens), SLICE_BYTES):
-        if count > shared:
-            rows = [first_rows(source, count) for source in sources]
-            session.write_layers_ahead(tokens[:count], partial(list, rows), len(tokens))
+def _in_slices(pieces: Iterable[int]) -> Iterator[None]:
+    """Yield after every SLICE_BYTES of a commit's pieces."""
+    since = 0
+    for nbytes in pieces:
+        since += nbytes
+        if since >= SLICE_BYTES:
             yield
+            since = 0
 
 
 def last_used(fingerprint: str) -> Iterator[list[int]]:

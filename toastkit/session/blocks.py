@@ -15,12 +15,27 @@ into a hole of the file, or behind rows or blocks that history was cut back to.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from toastkit.private_files import copy_range, pread_into, pwrite_all
 from toastkit.session.extents import Space
 from toastkit.session.layout import Damaged, Layer, Range, Tensor
+
+PIECE_BYTES = 2 << 20  # of a tensor read and written at once; at least one block of it
+
+Result = TypeVar("Result")
+Pieces = Generator[int, None, Result]  # yields the bytes of each piece that was written
+
+
+def written(pieces: Pieces[Result]) -> Result:
+    """Write all pieces, one after another, and return what comes of it. Raises OSError."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value
 
 
 @dataclass(slots=True)
@@ -50,8 +65,9 @@ class LayerSource:
 
 def store_tensor(
     fd: int, space: Space, source: TensorSource, old: Tensor | None, keep: int
-) -> Tensor:
-    """Write what changed and return the tensor's new ranges. Nothing is synced.
+) -> Pieces[Tensor]:
+    """Write what changed and return the tensor's new ranges; yield after each piece, for others
+    to use the device. Nothing is synced.
 
     old: the tensor as last committed. keep: leading rows known to equal those of `old`.
     Raises OSError.
@@ -69,17 +85,20 @@ def store_tensor(
     first = keep if appends else keep // step * step
     if old is not None:
         new.ranges = old.ranges[: -(-first // step)]
-    if first == rows:
-        return new
-    data = memoryview(source.read(first, rows)).cast("B")
-    if first % step:
-        data = _fill_last_block(fd, new, first, data)
-    elif old is not None and keep == rows:
+    if first < rows == keep and old is not None:
         # Cut back within a block: same extent, checksum over fewer rows.
+        data = memoryview(source.read(first, rows)).cast("B")
         offset = old.ranges[first // step].offset
         new.ranges.append(Range(offset, data.nbytes, zlib.crc32(data)))
         return new
-    _write_blocks(fd, space, new, data)
+    at_once = max(PIECE_BYTES // new.block_bytes, 1) * step
+    while first < rows:
+        last = min(first // step * step + at_once, rows)
+        data = memoryview(source.read(first, last)).cast("B")
+        rest = _fill_last_block(fd, new, first, data) if first % step else data
+        _write_blocks(fd, space, new, rest)
+        yield data.nbytes
+        first = last
     return new
 
 
@@ -122,7 +141,7 @@ def _write_blocks(fd: int, space: Space, tensor: Tensor, data: memoryview) -> No
 def _next_block(space: Space, tensor: Tensor) -> int:
     """The offset of the next block, with room reserved behind it for later ones."""
     size, index = tensor.block_bytes, len(tensor.ranges)
-    last = -(-space.rows // tensor.block_rows) if tensor.axis is not None else 0
+    last = -(-max(space.rows, tensor.rows) // tensor.block_rows) if tensor.axis is not None else 0
     before = tensor.ranges[-1].offset + size if index else None
     return space.beside(before, index * size, size, max(last - index - 1, 0) * size)
 
@@ -161,10 +180,10 @@ def store_layer(
     old: Layer | None,
     shared: int,
     counts: tuple[int, int],
-) -> Layer:
-    """Write a layer. shared: leading tokens whose rows are as last committed. counts: tokens of the
-    last commit and of this one. Rows are kept only if there is one per token, so that shared tokens
-    mean shared rows. Raises OSError."""
+) -> Pieces[Layer]:
+    """Write a layer, piece by piece. shared: leading tokens whose rows are as last
+    committed. counts: tokens of the last commit and of this one. Rows are kept only if there is one
+    per token, so that shared tokens mean shared rows. Raises OSError."""
     layer = Layer(source.kind, dict(source.settings))
     if old is not None and not (layer.same_class(old) and layer.start == old.start):
         old = None
@@ -172,10 +191,11 @@ def store_layer(
     keep = max(shared - layer.start, 0) if offsets == counts else 0
     before = {tensor.name: tensor for tensor in old.tensors} if old else {}
     for tensor in source.tensors:
-        layer.tensors.append(store_tensor(fd, space, tensor, before.get(tensor.name), keep))
+        stored = yield from store_tensor(fd, space, tensor, before.get(tensor.name), keep)
+        layer.tensors.append(stored)
     for index, part in enumerate(source.parts):
         former = old.parts[index] if old and index < len(old.parts) else None
-        layer.parts.append(store_layer(fd, space, part, former, shared, counts))
+        layer.parts.append((yield from store_layer(fd, space, part, former, shared, counts)))
     return layer
 
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -21,9 +20,8 @@ import mlx.core as mx
 from toastkit.errors import DataError
 from toastkit.native.kv_caches import SCALE_BYTES, as_kept, is_kept
 from toastkit.session.blocks import LayerSource, Stored, TensorSource
-from toastkit.session.layout import BLOCK_ROWS, ITEM_BYTES, KINDS, KV, Damaged, Layer, Tensor
+from toastkit.session.layout import BLOCK_ROWS, KINDS, KV, Damaged, Layer, Tensor
 from toastkit.session.mapped import DTYPES, read_in_place
-from toastkit.session.savepoints import ALWAYS_TRIMMABLE
 from toastkit.store.dtypes import bytes_of
 
 LARGE = 8 << 20  # bytes to save from which importing numpy, which is faster there, pays off
@@ -103,36 +101,6 @@ def describe_one(cache: Any) -> LayerSource:
     return LayerSource(kind, settings, [_source(*item, rows) for item in arrays.items()])
 
 
-def in_slices(sources: Sequence[LayerSource], count: int, most: int) -> Iterator[int]:
-    """Positions up to which to write ahead what a state of `count` tokens has grown by, at most
-    `most` bytes apart, ascending from its beginning; none if it cannot be cut back to them."""
-    growing = list(_growing(sources))
-    nbytes = sum(math.prod(x.shape) * ITEM_BYTES[x.dtype] for part in growing for x in part.tensors)
-    step = max(most * count // nbytes, 1) if nbytes else count
-    if all(x.kind in ALWAYS_TRIMMABLE and x.settings["offset"] == count for x in growing):
-        yield from range(step, count, step)
-
-
-def _growing(sources: Iterable[LayerSource]) -> Iterator[LayerSource]:
-    """The layers, and parts of layers, that grow."""
-    for source in sources:
-        yield from _growing(source.parts)
-        if any(tensor.axis is not None for tensor in source.tensors):
-            yield source
-
-
-def first_rows(source: LayerSource, count: int) -> LayerSource:
-    """The growing part of a layer, cut back to the first `count` tokens."""
-    tensors = [
-        replace(tensor, shape=(*tensor.shape[:2], count, *tensor.shape[3:]))
-        for tensor in source.tensors
-        if tensor.axis is not None
-    ]
-    settings = {**source.settings, "offset": count} if tensors else source.settings
-    parts = [first_rows(part, count) for part in source.parts]
-    return LayerSource(source.kind, settings, tensors, parts)
-
-
 def _dtype_name(array: mx.array) -> str:
     name = NAMES.get(array.dtype)
     if name is None:
@@ -151,7 +119,8 @@ def _source(name: str, array: mx.array, rows: int | None) -> TensorSource:
     def read(first: int, last: int) -> memoryview:
         if rows is None:
             return bytes_of(array)
-        if array.nbytes // array.shape[2] * (last - first) < LARGE and not _numpy_is_here():
+        # All that follows is asked for, if in pieces.
+        if array.nbytes // array.shape[2] * (rows - first) < LARGE and not _numpy_is_here():
             return bytes_of(mx.moveaxis(array[:, :, first:last], 2, 0))
         import numpy as np
 

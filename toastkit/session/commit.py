@@ -20,7 +20,7 @@ from typing import NamedTuple
 from toastkit.frames import pack_ids
 from toastkit.prefix import common_prefix
 from toastkit.private_files import DataFiles, held_until, pwrite_all
-from toastkit.session.blocks import LayerSource, copy_layer, store_layer
+from toastkit.session.blocks import LayerSource, Pieces, copy_layer, store_layer, written
 from toastkit.session.extents import Space, align
 from toastkit.session.layout import Header, Layer, LogitsRecord, Part, SavepointRecord, TokenRecord
 from toastkit.session.savepoints import ALWAYS_TRIMMABLE, Savepoint, can_trim
@@ -101,7 +101,7 @@ def write_ahead(fd: int, ahead: Ahead, tokens: list[int], sources: Sequence[Laye
     Raises OSError."""
     if len(tokens) <= _shared(ahead, tokens):
         return ahead  # cut back here, it would grow over rows that the last commit may own
-    layers = write_layers(fd, ahead, [_growing(source) for source in sources], tokens)
+    layers = written(write_layers(fd, ahead, [_growing(source) for source in sources], tokens))
     return Ahead(tokens, layers, len(tokens), ahead.space)
 
 
@@ -125,17 +125,18 @@ def _growing(source: LayerSource) -> LayerSource:
 
 def write_layers(
     fd: int, ahead: Ahead, sources: Sequence[LayerSource], tokens: Sequence[int]
-) -> list[Layer]:
+) -> Pieces[list[Layer]]:
     """Write the caches of a state that has read these tokens, except for what is there already.
     Raises OSError."""
     former, shared = ahead.layers, _shared(ahead, tokens)
     if len(former) != len(sources):
         former, shared = [], 0
     counts = (len(ahead.tokens), len(tokens))
-    return [
-        store_layer(fd, ahead.space, source, former[i] if former else None, shared, counts)
-        for i, source in enumerate(sources)
-    ]
+    layers = []
+    for i, source in enumerate(sources):
+        old = former[i] if former else None
+        layers.append((yield from store_layer(fd, ahead.space, source, old, shared, counts)))
+    return layers
 
 
 # ------------------------------------------------------------------------------------- savepoints
@@ -169,7 +170,7 @@ def _alike(given: Sequence[LayerSource | None], sources: Sequence[LayerSource]) 
 
 def write_savepoints(
     fd: int, space: Space, old: Header, new: Header, points: Sequence[Savepoint], shared: int
-) -> list[SavepointRecord]:
+) -> Pieces[list[SavepointRecord]]:
     """Write what the savepoints of a commit need besides new.layers. Those of `old` within its
     first `shared` tokens are taken over. A savepoint that cannot be resumed is left out: a window
     has begun to slide since, and there is no copy of it. Raises OSError."""
@@ -179,7 +180,7 @@ def write_savepoints(
     for n, layers in points:
         plans = _plan_all(layers, held.get(n), ends, new.count, n)
         if all(_leads_back(plan, end, new.count, n) for plan, end in zip(plans, ends)):
-            records.append(SavepointRecord(n, [_store(fd, space, plan, n) for plan in plans]))
+            records.append(SavepointRecord(n, (yield from _store_all(fd, space, plans, n))))
     return records
 
 
@@ -214,12 +215,16 @@ def _leads_back(plan: Plan, end: Layer, count: int, n: int) -> bool:
     return plan is not None or can_trim(end, count, n)
 
 
-def _store(fd: int, space: Space, plan: Plan, n: int) -> Part:
-    if isinstance(plan, list):
-        return [_store(fd, space, item, n) for item in plan]
-    if isinstance(plan, LayerSource):
-        return store_layer(fd, space, plan, None, 0, (0, n))
-    return plan
+def _store_all(fd: int, space: Space, plans: Sequence[Plan], n: int) -> Pieces[list[Part]]:
+    parts: list[Part] = []
+    for plan in plans:
+        if isinstance(plan, list):
+            parts.append((yield from _store_all(fd, space, plan, n)))
+        elif isinstance(plan, LayerSource):
+            parts.append((yield from store_layer(fd, space, plan, None, 0, (0, n))))
+        else:
+            parts.append(plan)
+    return parts
 
 
 # ----------------------------------------------------------------------------------- the data files
@@ -243,8 +248,9 @@ def write_data(
     state: State,
     shared: int,
     ahead: Ahead | None = None,
-) -> Header:
-    """Write everything but the header, which is returned; nothing is synced.
+) -> Pieces[Header]:
+    """Write everything but the header, which is returned; nothing is synced. What is written must
+    not change before the last piece is.
 
     old, stored: the last commit and its tokens. shared: leading tokens whose rows the state has as
     that commit left them. ahead: what was written since, for this one. Raises OSError.
@@ -257,9 +263,9 @@ def write_data(
         shared = min(shared, common_prefix(stored, state.tokens))
         fd = files.fd(CACHE_FILE)
         ahead = ahead or as_committed(fd, old, stored, shared)
-        new.layers = write_layers(fd, ahead, state.sources, state.tokens)
+        new.layers = yield from write_layers(fd, ahead, state.sources, state.tokens)
         space, points = ahead.space, state.savepoints
-        new.savepoints = write_savepoints(fd, space, old, new, points, shared)
+        new.savepoints = yield from write_savepoints(fd, space, old, new, points, shared)
     return new
 
 

@@ -25,7 +25,7 @@ from toastkit.errors import DataError, ToastError, from_os_error
 from toastkit.prefix import common_prefix
 from toastkit.session import commit as writing
 from toastkit.session import reading
-from toastkit.session.blocks import LayerSource, Stored
+from toastkit.session.blocks import LayerSource, Pieces, Stored, written
 from toastkit.session.header import encode_header
 from toastkit.session.layout import Damaged, Header, Layer
 from toastkit.session.lock import WriterLock
@@ -324,6 +324,17 @@ class Session(LastCommit):
         Raises IOFailure if the disk is full, DataError for a cache of an unknown class, ValueError
         for savepoints that are not the state's.
         """
+        written(self.commit_in_pieces(tokens, cache, logits, savepoints))
+
+    def commit_in_pieces(
+        self,
+        tokens: Sequence[int],
+        cache: list | None,
+        logits: Any,
+        savepoints: Sequence[Savepoint] = (),
+    ) -> Pieces[None]:
+        """As commit, in pieces of some MiB, whose bytes are yielded once each is written: what the
+        caches held at first is committed after the last, nothing if this is closed before."""
         if cache is None:
             return self.commit_layers(tokens, None, logits, savepoints)
         from toastkit.session.caches import describe, describe_one
@@ -340,22 +351,19 @@ class Session(LastCommit):
         sources: Sequence[LayerSource] | None,
         logits: Any,
         savepoints: Sequence[Savepoint] = (),
-    ) -> None:
-        """As commit, for layers that are described already, including those of savepoints."""
+    ) -> Pieces[None]:
+        """As commit_in_pieces, for layers that are described already, those of savepoints too."""
         if self.lock is None or not self.lock.held:
             raise ValueError("the session is open for reading only")
-        state = writing.State(
-            list(tokens),
-            sources,
-            None if logits is None else writing.logits_bytes(logits),
-            writing.in_order(savepoints, sources, len(tokens)),
-        )
+        after = None if logits is None else writing.logits_bytes(logits)
+        points = writing.in_order(savepoints, sources, len(tokens))
+        state = writing.State(list(tokens), sources, after, points)
         try:
             if self._stale:
                 self._load()
             if sources is not None:
                 self._copy_ahead()
-            header = writing.write_data(
+            header = yield from writing.write_data(
                 self._files, self.header, self.tokens, state, self._shared, self._ahead
             )
             if self._syncs:
