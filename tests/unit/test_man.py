@@ -94,6 +94,13 @@ def test_title_lines_and_references(page: Page) -> None:
     assert listed == sorted(set(listed), key=lambda pair: (pair[1], pair[0]))
 
 
+@each_page
+def test_a_macro_takes_in_no_more_than_it_should(page: Page) -> None:
+    """Fl puts a hyphen before each of its words, and a quotation ends with its line."""
+    assert re.findall(r"^\.(?:It )?Fl \S+ [0-9a-z]\S*.*", page.source, re.MULTILINE) == []
+    assert re.findall(r"^\..* [SD]q \S+ [.,;:] .*", page.source, re.MULTILINE) == []
+
+
 def test_mandoc_finds_nothing_to_warn_of() -> None:
     if shutil.which("mandoc") is None:
         assert not os.environ.get("CI"), "mandoc is not installed"
