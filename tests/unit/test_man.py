@@ -161,6 +161,12 @@ def test_options_are_those_of_the_command(page: Page) -> None:
         assert (", repeatable" in item.text or "; repeatable" in item.text) == option.multiple
 
 
+@each_tool
+def test_where_native_products_are_kept_is_said(page: Page) -> None:
+    has = any(option.name == "native" for option in options_of(page, common=False))
+    assert has == (".It Pa $XDG_CACHE_HOME/toastkit/native/\n" in page.source)
+
+
 SETTLED_ELSEWHERE = {
     *SamplingOptions._fields, *(field.name for field in dataclasses.fields(MonitorOptions)),
 } - {"seed"}  # fmt: skip
