@@ -62,7 +62,8 @@ def test_files_and_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = str(thresholds.path("FINGERPRINT")).replace("/cache", "$XDG_CACHE_HOME")
     assert f".It Pa {stored}\n" in part and f".It Pa {GEAR_FILE}\n" in part
     names = [field.name for field in dataclasses.fields(calibration.Thresholds)]
-    assert re.findall(r"^\.Va (\w+)", part, re.M) == names
+    assert re.findall(r"^\.Va (\w+)", part, re.M) == ["schema", *names]
+    assert f"\n.Va schema ,\nwhich is {thresholds.SCHEMA_VERSION},\n" in part
 
 
 def test_what_a_head_says_of_a_prompt() -> None:
