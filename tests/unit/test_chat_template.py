@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.unit.chat_templates import record
-from toastkit.errors import DataError
+from toastkit.errors import DataError, UsageError
 from toastkit.text.chat_template import render
 from toastkit.text.messages import user_messages
 
@@ -209,8 +209,10 @@ def test_content_comes_through_unchanged(contents: list[str]) -> None:
 def test_date_arguments_and_the_generation_tag() -> None:
     assert len(ask("{{ strftime_now('%Y-%m-%d') }}")) == 10
     assert ask("{{ enable_thinking }}", arguments={"enable_thinking": False}) == "False"
-    with pytest.raises(DataError, match="template argument 'messages'"):
+    with pytest.raises(UsageError, match="template argument 'messages'"):
         ask("x", arguments={"messages": []})
+    with pytest.raises(UsageError, match="template argument 'tools'"):
+        ask("x", arguments={"tools": []}, tools=[])
     tag = "{% for m in messages %}{% generation %}a{{ m.role }}\n{% endgeneration %}{% endfor %}"
     assert ask(tag) == "auser\n"
 

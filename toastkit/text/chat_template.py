@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from toastkit.errors import DataError, did_you_mean
+from toastkit.errors import DataError, UsageError, did_you_mean
 from toastkit.text.messages import AS_TEXT, DOCUMENT, content_text, documents
 
 MAX_SOURCE = 1 << 20  # characters of a template
@@ -108,7 +108,8 @@ def render(
     user's own variables. tools: JSON schemas. note: takes a line for each of those that the
     template does not use, and when content was joined. Raises DataError, one line, for a template
     that is broken, refuses the messages, exceeds its limits or tries to leave its sandbox, and for
-    arguments that cannot mean what they say; UnavailableError if its process cannot be started.
+    arguments that cannot mean what they say; UsageError for one that would replace messages or
+    tools; UnavailableError if its process cannot be started.
     """
     arguments = arguments or {}
     _check_arguments(arguments, tools)
@@ -148,10 +149,11 @@ def render(
 
 
 def _check_arguments(arguments: Mapping[str, Any], tools: list | None) -> None:
+    """Raise UsageError if an argument would replace what is given otherwise."""
     if "messages" in arguments:
-        raise DataError("template argument 'messages' would replace the prompt")
+        raise UsageError("template argument 'messages' would replace the prompt")
     if "tools" in arguments and tools is not None:
-        raise DataError("template argument 'tools' would replace the tools")
+        raise UsageError("template argument 'tools' would replace the tools")
 
 
 def _check_documents(template: str, variables: dict, text: str) -> None:
