@@ -140,7 +140,22 @@ def test_null_is_as_good_as_absent_but_for_content() -> None:
     template = "{% for m in messages %}{{ m.content + '!' }}{% endfor %}"
     told: list[str] = []
     assert render(template, both, special_tokens={}, note=told.append) == "hi!!"
-    assert told == ["the chat template takes no content in parts: they are joined"]
+    unused = "the chat template makes no use of 'tool_calls' in messages"
+    assert told == ["the chat template takes no content in parts: they are joined", unused]
+
+
+@pytest.mark.parametrize("text", ["m.content + '!'", "m.content | trim", "m.content.upper()"])
+def test_what_is_ignored_beside_null_content_is_found_out(text: str) -> None:
+    """The content of a message of tool calls is null in most conversations."""
+    template = f"{{% for m in messages %}}{{{{ {text} }}}}{{% endfor %}}"
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}
+    told: list[str] = []
+    render(template, [calls], special_tokens={}, note=told.append)
+    assert told == ["the chat template makes no use of 'tool_calls' in messages"]
+    document = {"role": "user", "content": [{"type": "document", "document": "x"}]}
+    template = f"{{% for m in messages if m.role == 'assistant' %}}{{{{ {text} }}}}{{% endfor %}}"
+    with pytest.raises(DataError, match="does nothing with documents"):
+        render(template, [calls, document], special_tokens={})
 
 
 @pytest.mark.parametrize(

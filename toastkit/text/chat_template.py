@@ -170,8 +170,8 @@ def _check_documents(template: str, variables: dict, text: str) -> None:
 
 
 def _same(template: str, variables: dict, text: str) -> bool:
-    """True if other variables give the same text."""
-    return _answer(template, variables, []).get("text") == text
+    """True if other variables give the same text, by way of the same substitutes."""
+    return _reply(template, variables, [])[0].get("text") == text
 
 
 def _as_in_transformers(message: dict) -> dict:
