@@ -139,7 +139,9 @@ def test_the_first_commit(tmp_path: Path, victim: Path, name: str, plant) -> Non
             commit(session, PROMPT)
         assert not os.path.lexists(path / name)
     else:
-        refused(lambda: commit(Session.open(path, MODEL), PROMPT), 65, 73)
+        with Session.open(path, MODEL) as session:
+            refused(lambda: commit(session, PROMPT), 65, 73)
+        assert os.listdir(path) == [name]  # that stays, and what was made beside it goes
 
 
 @plants

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -133,13 +134,17 @@ def older_than(entry: os.DirEntry, limit: float) -> bool:
 
 
 def remove_unborn(path: Path, made: bool) -> None:
-    """Remove what was created for a session without a commit. made: the directory too, if that is
-    all there is in it."""
+    """Remove what was created for a session without a commit, and nothing that stood in its place.
+    made: the directory too, if that is all there is in it."""
     if os.path.lexists(path / HEADER_FILE):
         return
     with suppress(OSError):  # it has other contents
         for name in (*OWN_NAMES - {RUNS_DIRECTORY, LOCK_FILE}, LOCK_FILE):
-            (path / name).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                found = (path / name).lstat()
+                own = found.st_uid == os.geteuid() and found.st_nlink == 1
+                if own and stat.S_ISREG(found.st_mode):
+                    (path / name).unlink()
         for folder in (path / RUNS_DIRECTORY, *([path] if made else ())):
             if folder.is_dir():
                 folder.rmdir()
