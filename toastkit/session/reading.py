@@ -99,7 +99,7 @@ class LastCommit:
             raise DataError(
                 f"session {self.name} belongs to another model "
                 f"({header.fingerprint[:12]}, not {self._expected[:12]})",
-                hint="give the model it was made with, or another --session",
+                hint="give the model it was made with, or another session",
             )
         problem = _damage(header, self._files.size)
         if problem:
