@@ -147,3 +147,36 @@ def test_a_disk_that_is_full_by_then(engines: Engines, monkeypatch, name: str) -
     assert "no space left on device" in line and not driver.kept[0].saved
     driver.service.save_all()
     assert driver.kept[0].saved
+
+
+def test_what_waits_behind_it_is_held_no_longer_than_it_is_kept(
+    engines: Engines, monkeypatch, name: str
+) -> None:
+    """A turn that the next one replaces leaves the queue too: its caches are in nobody's budget."""
+    driver, chat = Driver(engines(name)[0]), Chat(engines, name, "Hi.")
+    written(driver, Chat(engines, name, BOOK))
+    memory = driver.service.memory
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "write_some", lambda: None)  # it takes long
+        for question in (None, "Why?", "And then?"):
+            if question is not None:
+                chat.messages.append(user(question))
+            asked = driver.start(chat.messages, max_tokens=1, **words(driver))
+            driver.finish(asked)
+            chat.messages.append({"role": "assistant", "content": asked.text})
+            assert writing(driver) and len(memory.kept) == 2
+            assert list(memory.unsaved) == memory.kept
+    driver.finish()
+    assert all(kept.saved for kept in driver.kept)
+
+
+def test_a_named_session_waits_for_nothing(
+    engines: Engines, monkeypatch, name: str, tmp_path: Path
+) -> None:
+    """It is on disk already, and its caches go when it does."""
+    driver = Driver(engines(name)[0])
+    written(driver, Chat(engines, name, BOOK))
+    monkeypatch.setattr(driver.service.memory, "write_some", lambda: None)
+    driver.finish(driver.start([user("Hi.")], session=tmp_path / "own", max_tokens=1))
+    assert len(driver.kept) == 2
+    assert [kept.own for kept in driver.service.memory.unsaved] == [False]

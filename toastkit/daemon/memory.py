@@ -179,7 +179,8 @@ class Memory:
             if old.key == history or goes_on:
                 self._replace(old, new)
         self.kept.append(new)
-        self.unsaved.append(new)
+        if not new.saved:
+            self.unsaved.append(new)
         self._shrink()
         return new
 
@@ -215,11 +216,13 @@ class Memory:
             pass
 
     def _abandon(self, kept: CachedState) -> None:
-        """Stop writing a state, if it is being written: what is on disk of it is of no use."""
+        """Have a state not be written, if it still is to be. What is on disk of one that is half
+        written is of no use; one that waits would hold caches that are in no budget any more."""
         if self._writing is not None and self.unsaved[0] is kept:
             self._writing.close()
             self._writing = None
-            self.unsaved.popleft()
+        if kept in self.unsaved:
+            self.unsaved.remove(kept)
 
     def _write(self, kept: CachedState) -> Generator[None, None, None]:
         """Write a state to disk, as far as it is not there yet; yield after each slice."""
