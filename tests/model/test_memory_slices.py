@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -147,6 +148,22 @@ def test_a_disk_that_is_full_by_then(engines: Engines, monkeypatch, name: str) -
     assert "no space left on device" in line and not driver.kept[0].saved
     driver.service.save_all()
     assert driver.kept[0].saved
+
+
+def test_a_directory_that_another_process_removes_meanwhile(
+    engines: Engines, homes: Path, name: str
+) -> None:
+    """As another daemon does whose budget is spent. It is no failure: there is another place."""
+    driver, chat = Driver(engines(name)[0]), Chat(engines, name, LONG)
+    chat.ask(driver)
+    (path,) = directories(homes)
+    written(driver, chat, LONG)
+    shutil.rmtree(path)
+    driver.finish()
+    (kept,) = driver.kept
+    assert not driver.said and kept.saved and [kept.path] == directories(homes)
+    with Session.open(kept.path, None, create=False, write=False) as session:
+        assert session.tokens == kept.tokens.tolist()
 
 
 def test_what_waits_behind_it_is_held_no_longer_than_it_is_kept(

@@ -126,6 +126,9 @@ class Spill:
         except BusyError:  # another process is writing it, as one that is asked the same
             return False
         except Exception as error:  # whatever it is, the conversation is still in memory
+            if kept.path is not None and not os.path.isdir(kept.path):  # another removed it
+                kept.path, kept.generation = None, 0
+                return (yield from self.write(kept))
             if self._say is not None:
                 if isinstance(error, OSError):
                     error = from_os_error(error, f"cannot write in {self.root}", creating=True)
