@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,30 @@ def test_one_scaling_in_two_spellings(fields: dict[str, Any]) -> None:
     scaling = made["rope_scaling"]
     assert scaling["type"] == scaling["rope_type"] == "yarn" and scaling["factor"] == 4.0
     assert scaling["original_max_position_embeddings"] == 256  # as transformers has it
+
+
+@pytest.mark.parametrize("whole", [None, 0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("model_type", "read"),
+    [("llama", "rope_scaling"), ("deepseek_v3", "rope_scaling"), ("ministral3", "rope_parameters"),
+     ("mistral4", "rope_parameters"), ("qwen3_5_text", "rope_parameters"),
+     ("laguna", "by layer"), ("mellum", "by layer")],
+)  # fmt: skip
+def test_what_turned_heads_are_multiplied_by(model_type: str, read: str, whole: Any) -> None:
+    """Is what mlx_lm makes of two fields, of which the second scales scores besides; in the map
+    that the architecture reads. A context that is implied and a whole factor are made good there
+    too."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4, "attention_factor": 1.5}
+    if whole is not None:
+        rope |= {"mscale": 1.0, "mscale_all_dim": whole}
+    given: dict[str, Any] = {"full_attention": rope, "sliding_attention": dict(LOCAL)}
+    read_whole = read != "by layer"
+    made = changed(model_type=model_type, rope_parameters=rope if read_whole else given).config
+    made = made[read] if read_whole else made["rope_parameters"]["full_attention"]
+    log = 0.1 * math.log(4)
+    ratio = (log * made["mscale"] + 1) / (log * made["mscale_all_dim"] + 1)
+    assert ratio == pytest.approx(1.5) and made["mscale_all_dim"] == (whole or 0)
+    assert made["original_max_position_embeddings"] == 256 and type(made["factor"]) is float
 
 
 LOCAL = {"rope_type": "default", "rope_theta": 1e4}

@@ -50,6 +50,8 @@ def rename_rotation(config: dict[str, Any], source: Source, where: str) -> None:
         kind = kind_of(full)
         scaling = None if kind == "default" else _scaling(config, full, kind, source, where)
         _write(config, found, full, scaling, source)
+        if "rope_parameters" in source.fields:
+            _mend(config, source, where)
     for name in (*THETA, *LOCAL_THETA):
         theta = config.get(name, 1)
         nope = theta is None and config.get("position_embedding_type") == "nope"
@@ -148,8 +150,10 @@ def _set_attention_factor(config: dict, scaling: dict, kind: str, source: Source
         config.get("max_position_embeddings"),
     )
     if kind == "yarn" and scaling.get("factor", 1) > 1:
-        scaling["mscale"] = (given - 1) / (0.1 * math.log(scaling["factor"]))
-        scaling["mscale_all_dim"] = 0
+        # Of the ratio mscale : mscale_all_dim; the latter, which scales scores too, stays.
+        log, whole = 0.1 * math.log(scaling["factor"]), scaling.get("mscale_all_dim") or 0
+        scaling["mscale"] = (given * (log * whole + 1) - 1) / log
+        scaling["mscale_all_dim"] = whole
         return
     usual = 1.0
     if kind != "yarn" and first and last and last > first:
@@ -177,6 +181,17 @@ def _write(config: dict, found: dict, full: dict, scaling: dict | None, source: 
         new = {**(scaling or {"rope_type": "default"}), **full}
         by_layer = _BY_LAYER.search(source.text) and config.get("layer_types")
         config["rope_parameters"] = {k: dict(new) for k in by_layer} if by_layer else new
+
+
+def _mend(config: dict[str, Any], source: Source, where: str) -> None:
+    """Do to `rope_parameters`, for a class that reads them, what was done to `rope_scaling`."""
+    new = config["rope_parameters"]
+    layers = all(isinstance(part, dict) for part in new.values())
+    for rope in new.values() if layers else [new]:
+        kind = kind_of(rope)
+        if kind != "default":
+            rope.update(_scaling(config, rope, kind, source, where))
+            rope.pop("attention_factor", None)
 
 
 def check_rotation(config: dict[str, Any], source: Source, where: str) -> None:
