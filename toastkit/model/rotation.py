@@ -27,6 +27,8 @@ KINDS = {
     "hunyuan_v1_dense": ("dynamic",), "minicpm3": ("longrope", "su"), "nemotron": ("linear",),
     "phi3": ("longrope", "su", "linear"), "phimoe": ("longrope", "su"),
 }  # fmt: skip
+# Kinds that a class names, and rotates without.
+UNSCALED = {"mellum": ("linear",)}
 # Classes that require a scaling get one that changes nothing.
 IDLE = {"deepseek_v2": {"type": "yarn", "factor": 1.0}, "minicpm3": {"type": "longrope"}}
 DEFAULT_THETA = 10000
@@ -124,7 +126,8 @@ def _scaling(config: dict, rope: dict, kind: str, source: Source, where: str) ->
     """Return `rope_scaling` in both spellings, with what the class would otherwise default."""
     known = source.reads("rope_scaling") or source.reads("rope_parameters")
     general = known and "initialize_rope" in source.text
-    if not general and kind not in KINDS.get(source.module, ()):
+    computed = general or kind in KINDS.get(source.module, ())
+    if not computed or kind in UNSCALED.get(source.module, ()):
         raise DataError(f"{where}: {source.module} of mlx_lm knows no rope scaling of type {kind}")
     scaling = {k: v for k, v in rope.items() if k not in (*THETA, *PARTIAL)}
     scaling["type"] = scaling["rope_type"] = kind
