@@ -55,18 +55,18 @@ def open_private(
             about = os.stat(path, dir_fd=at, follow_symlinks=False)
         except OSError:
             raise error from None  # nothing is there: it could not be created
-        _check(path, about, kind, 0)
+        check_private(path, about, kind, 0)
         raise
     try:
-        _check(path, os.fstat(fd), kind, flags)
+        check_private(path, os.fstat(fd), kind, flags)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _check(path: Path | str, about: os.stat_result, kind: int, flags: int) -> None:
-    """Raise Misplaced for a file that is not of this kind, or not this user's."""
+def check_private(path: Path | str, about: os.stat_result, kind: int, flags: int) -> None:
+    """Raise Misplaced for what `open_private` refuses. about: of the file. Rest: as there."""
     found = stat.S_IFMT(about.st_mode)
     problem, error = "", Misplaced
     if found != kind:
@@ -347,7 +347,7 @@ class DataFiles:
             about = os.stat(name, dir_fd=self.at, follow_symlinks=False)
         except FileNotFoundError:
             return 0
-        _check(name, about, stat.S_IFREG, self._flags)
+        check_private(name, about, stat.S_IFREG, self._flags)
         return about.st_size
 
     def whole(self, name: str, max_bytes: int) -> bytes:

@@ -53,7 +53,7 @@ def rename_rotation(config: dict[str, Any], source: Source, where: str) -> None:
         scaling = None if kind == "default" else _scaling(config, full, kind, source, where)
         _write(config, found, full, scaling, source)
         if "rope_parameters" in source.fields:
-            _mend(config, source, where)
+            _write_map(config, full, source, where)
     for name in (*THETA, *LOCAL_THETA):
         theta = config.get(name, 1)
         nope = theta is None and config.get("position_embedding_type") == "nope"
@@ -166,7 +166,7 @@ def _set_attention_factor(config: dict, scaling: dict, kind: str, source: Source
 
 
 def _write(config: dict, found: dict, full: dict, scaling: dict | None, source: Source) -> None:
-    """Write the names that the class has fields for."""
+    """Write the names that the class has fields for, but for the map of them all."""
     part = full.get("partial_rotary_factor")
     names = {**dict.fromkeys(THETA, full.get("rope_theta")), **dict.fromkeys(PARTIAL, part)}
     if SLIDING in found:
@@ -180,15 +180,17 @@ def _write(config: dict, found: dict, full: dict, scaling: dict | None, source: 
     if first is not None and "original_max_position_embeddings" in source.fields:
         config["original_max_position_embeddings"] = first
     config["rope_scaling"] = scaling or IDLE.get(source.module)
-    if "rope_parameters" in source.fields and not isinstance(config.get("rope_parameters"), dict):
-        new = {**(scaling or {"rope_type": "default"}), **full}
+
+
+def _write_map(config: dict[str, Any], full: dict, source: Source, where: str) -> None:
+    """Write `rope_parameters`, for a class that reads them: as given, or made of `full`, and each
+    scaling as `rope_scaling` has it."""
+    new = config.get("rope_parameters")
+    if not isinstance(new, dict):
+        new = {**full, "rope_type": kind_of(full)}
         by_layer = _BY_LAYER.search(source.text) and config.get("layer_types")
-        config["rope_parameters"] = {k: dict(new) for k in by_layer} if by_layer else new
-
-
-def _mend(config: dict[str, Any], source: Source, where: str) -> None:
-    """Do to `rope_parameters`, for a class that reads them, what was done to `rope_scaling`."""
-    new = config["rope_parameters"]
+        new = {layer: dict(new) for layer in by_layer} if by_layer else new
+        config["rope_parameters"] = new
     layers = all(isinstance(part, dict) for part in new.values())
     for rope in new.values() if layers else [new]:
         kind = kind_of(rope)

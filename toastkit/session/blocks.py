@@ -181,9 +181,9 @@ def store_layer(
     shared: int,
     counts: tuple[int, int],
 ) -> Pieces[Layer]:
-    """Write a layer, piece by piece. shared: leading tokens whose rows are as last
-    committed. counts: tokens of the last commit and of this one. Rows are kept only if there is one
-    per token, so that shared tokens mean shared rows. Raises OSError."""
+    """Write a layer, piece by piece. shared: leading tokens whose rows are as last committed.
+    counts: tokens of the last commit and of this one. Rows are kept only if there is one per token,
+    so that shared tokens mean shared rows. Raises OSError."""
     layer = Layer(source.kind, dict(source.settings))
     if old is not None and not (layer.same_class(old) and layer.start == old.start):
         old = None

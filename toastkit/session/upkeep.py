@@ -8,8 +8,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from toastkit.errors import CannotCreateError, NoInputError, ToastError, from_os_error
-from toastkit.private_files import make_private_directories
+from toastkit.errors import CannotCreateError, Misplaced, NoInputError, ToastError, from_os_error
+from toastkit.private_files import check_private, make_private_directories
 from toastkit.session.gear_state import GEAR_FILE
 from toastkit.session.lock import LOCK_FILE, WriterLock
 from toastkit.session.names import (
@@ -140,11 +140,9 @@ def remove_unborn(path: Path, made: bool) -> None:
         return
     with suppress(OSError):  # it has other contents
         for name in (*OWN_NAMES - {RUNS_DIRECTORY, LOCK_FILE}, LOCK_FILE):
-            with suppress(FileNotFoundError):
-                found = (path / name).lstat()
-                own = found.st_uid == os.geteuid() and found.st_nlink == 1
-                if own and stat.S_ISREG(found.st_mode):
-                    (path / name).unlink()
+            with suppress(FileNotFoundError, Misplaced):
+                check_private(path / name, (path / name).lstat(), stat.S_IFREG, os.O_RDWR)
+                (path / name).unlink()
         for folder in (path / RUNS_DIRECTORY, *([path] if made else ())):
             if folder.is_dir():
                 folder.rmdir()

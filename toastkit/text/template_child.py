@@ -73,11 +73,10 @@ class _Child:
             except (OSError, Stopped) as error:
                 raise UnavailableError(_FAILED) from error
             self._is_ready = True
-        wait = max(WAIT_SECONDS, SECONDS)
-        deadline = time.monotonic() + wait
-        data = json.dumps({**job, "seconds": SECONDS, "wait": wait}).encode()
+        deadline = time.monotonic() + WAIT_SECONDS
+        data = json.dumps({**job, "seconds": SECONDS, "wait": WAIT_SECONDS}).encode()
         try:
-            self._socket.settimeout(wait)
+            self._socket.settimeout(WAIT_SECONDS)
             self._socket.sendall(len(data).to_bytes(HEADER_BYTES, "big") + data)
             return self._receive(deadline)
         except TimeoutError as error:
