@@ -6,7 +6,6 @@ import os
 import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 
 import numpy as np
 import pytest
@@ -22,10 +21,8 @@ from tests.unit.native_kernels import (
     TYPES,
     Kernels,
     Matrix,
-    full_matrix,
     kernels,
     mxfp4_matrix,
-    on_each,
     on_sets,
     products,
     random_matrix,
@@ -115,17 +112,6 @@ def test_one_set_gives_what_another_gives(
         if name not in IN_FLOATS:
             out = kernels.multiply(matrix, x, vector=vector, activation_bits=bits)
             assert np.array_equal(out, first.setdefault(numbers, out), equal_nan=True), name
-
-
-@on_each(("avx2", "avxvnni"))
-def test_shared_digits_do_not_saturate(kernels: Kernels) -> None:
-    """Of the largest codes, in groups of every size, times the largest numbers and digits."""
-    for size, digit, sign in product((32, 64, 128), (-64, -63, -1, 0, 62, 63), (1, -1)):
-        x = np.empty((1, size), np.float32)
-        x[:, ::2], x[:, 1::2] = sign * 128 * 118 + digit, sign * 16 * 8 * 118 + 16 * (digit % 8)
-        x[:, :2] = 128 * 118, 128 * 119  # the second is the largest number there is
-        out = kernels.multiply(full_matrix((1, 9, size), 4, size), x, activation_bits=12)
-        np.testing.assert_allclose(out, 15 * x.sum(dtype=np.float64), rtol=2e-7)
 
 
 @settings(max_examples=examples(40))

@@ -5,11 +5,12 @@
 // with their tile. Each is added up in the same order as without panels.
 #pragma once
 
-#include "digit_tiles.h"
+#include "digit_sixteens.h"
 
 namespace {
 
 constexpr int64_t SCALED_GROUPS = 16;  // whose scales are transposed at a time
+constexpr int64_t MAX_MISSING = 2;     // of 16 vectors side by side; fewer are faster otherwise
 
 // Groups per panel: all where vectors fit, or where there are no rows that could share a panel.
 INLINE int64_t panel_groups(const Layout &layout, int64_t batch, int64_t rows) {
@@ -30,7 +31,8 @@ struct RowTile {
   float *y;
 };
 
-// Scales and biases, (16 groups, N, 16 rows), and a block of transposed weights.
+// Scales and biases, (16 groups, N, 16 rows) or (64 rows, SCALE_STRIDE), and a block of transposed
+// weights.
 struct TileBuffer {
   float *scales, *biases;
   char *weights;
@@ -54,7 +56,35 @@ struct TileBuffer {
       }
     }
   }
+  // The same, row by row.
+  void take_rows(const toast_matrix &m, int64_t expert, const RowTile &tile, int64_t g) const {
+    const int64_t groups = m.columns / m.group_size;
+    for (int j = 0; j < tile.count; j++) {
+      const int64_t at = (expert * m.rows + tile.first + j) * groups + g;
+      float *to = scales + j * SCALE_STRIDE;
+      store(to, scales_at(m, m.scales, at, int(groups - g)));
+      store(to + 16, scales_at(m, m.biases, at, int(groups - g)));
+    }
+  }
 };
+
+// What prefetches the rows and scales of the tile that follows: `steps` times per group of this
+// one, and once.
+struct NextTile {
+  PartPrefetcher rows;
+  ScalePrefetcher scales;
+};
+
+static NextTile prefetch_after(const toast_matrix &m, const RowTile &tile, int64_t rows,
+                               int64_t steps) {
+  const int64_t groups = tile.end - tile.begin, bytes = m.group_size * m.bits / 8;
+  // Scales of all panels are fetched for the first one.
+  const int64_t panels = m.columns / m.group_size / std::max<int64_t>(groups, 1);
+  return {PartPrefetcher::over(row_at(m, tile.next_row) + tile.next_begin * bytes,
+                               (tile.next_end - tile.next_begin) * bytes, row_bytes(m), rows,
+                               groups * steps),
+          ScalePrefetcher::of(m, tile.next_row, tile.next_begin ? 0 : rows * panels)};
+}
 
 // All vectors of a batch times a tile of up to 16 * N rows, added to its y.
 template <class B, int N>
@@ -70,17 +100,9 @@ static void multiply_many(const toast::Product &p, const toast::ExpertBatch &bat
     row_pointers[i] = tile.rows + std::min(i, tile.count - 1) * tile.stride;
   Tiles tiles(vectors, batch.size, m.group_size, B::PAIRED);
   const int64_t words = layout.lanes * std::min(STORED<B>, B::PLANES), size = sizeof(float);
-  const bool half = BYTE_PLANES > 2 && B::PLANES == 2;  // faster beside AMX, with 4 bits
-  const int64_t block_groups = BLOCK_COLUMNS / (half ? 2 : 1) / m.group_size;
+  const int64_t block_groups = block_columns<B>() / m.group_size;
   const int64_t bytes = m.group_size * B::BYTES / layout.weights;  // of a group of one row
-  const int64_t tile_groups = tile.end - tile.begin;
-  const int64_t stored = m.group_size * m.bits / 8;  // likewise, as the matrix has it
-  auto next = PartPrefetcher::over(row_at(m, tile.next_row) + tile.next_begin * stored,
-                                   (tile.next_end - tile.next_begin) * stored, row_bytes(m), 16 * N,
-                                   tile_groups * words * passes_of(batch.size));
-  // Those of all panels are fetched for the first one.
-  const int64_t panels = layout.groups / std::max<int64_t>(tile_groups, 1);
-  auto next_scales = ScalePrefetcher::of(m, tile.next_row, tile.next_begin ? 0 : 16 * N * panels);
+  auto [next, next_scales] = prefetch_after(m, tile, 16 * N, words * passes_of(batch.size));
   for (int64_t g = tile.begin; g < tile.end; g += block_groups) {
     const int64_t end = std::min(tile.end, g + block_groups);
     const int64_t block = (g - tile.begin) * m.group_size / layout.weights;
@@ -88,7 +110,7 @@ static void multiply_many(const toast::Product &p, const toast::ExpertBatch &bat
     transpose_blocks<B, N>(row_pointers, block, blocks, (tile.end - g) * bytes, offsets,
                            buffer.weights);
     if (g % SCALED_GROUPS == 0) buffer.take_scales<N>(m, batch.expert, tile, g);
-    TransposedGroup groups[BLOCK_COLUMNS / 32];
+    TransposedGroup groups[MAX_BLOCK_COLUMNS / 32];
     for (int64_t at = g; at < end; at++) {
       next_scales.fetch();
       const int64_t scaled = at % SCALED_GROUPS * N * 16;
@@ -105,20 +127,61 @@ static void multiply_many(const toast::Product &p, const toast::ExpertBatch &bat
                  load<F32>(tile.y + (i * N + j) * 16));
 }
 
+// The same, 16 vectors at a time, whose digits are interleaved. y: (16 vectors each, 64 rows, 16).
+static void multiply_sixteens(const toast::Product &p, const toast::ExpertBatch &batch,
+                              const RowTile &tile, const TileBuffer &buffer) {
+  const toast_matrix &m = *p.matrix;
+  const auto layout = Layout::of(p);
+  const auto sixteen = Sixteen::of(layout);
+  const char *vectors = interleaved(p, batch, layout);
+  const uint8_t *rows[TILE_ROWS * 16 + SHARING_ROWS];  // missing ones repeat the last
+  for (int i = 0; i < TILE_ROWS * 16 + SHARING_ROWS; i++)
+    rows[i] = tile.rows + std::min(i, tile.count - 1) * tile.stride;
+  const int64_t parts = sixteens(batch.size);
+  const int64_t fours = (tile.count + SHARING_ROWS - 1) / SHARING_ROWS;
+  auto [next, next_scales] = prefetch_after(m, tile, TILE_ROWS * 16, parts * fours);
+  const int64_t block_groups = MAX_BLOCK_COLUMNS / m.group_size, bytes = m.group_size / 2;
+  for (int64_t g = tile.begin; g < tile.end; g += block_groups) {
+    const int64_t end = std::min(tile.end, g + block_groups);
+    for (int64_t at = g; at < end; at++) next_scales.fetch();
+    if (g % SCALED_GROUPS == 0) buffer.take_rows(m, batch.expert, tile, g);
+    for (int64_t i = 0; i < parts; i++) {
+      const char *part = vectors + i * sixteen.bytes;
+      for (int64_t j = 0; j < fours * SHARING_ROWS; j += SHARING_ROWS, next.go_on())
+        multiply_sixteen(rows + j, (g - tile.begin) * bytes, layout.lanes, end - g,
+                         part + g * sixteen.group_bytes, part + sixteen.steps + g * 128,
+                         buffer.scales + j * SCALE_STRIDE + g % SCALED_GROUPS,
+                         tile.y + (i * TILE_ROWS * 16 + j) * SIXTEEN, next);
+    }
+  }
+  for (int64_t i = 0; i < batch.size && tile.end == layout.groups; i += SIXTEEN)
+    for (int j = 0; j < tile.count; j += 16) {
+      F32 r[SIXTEEN];
+#pragma GCC unroll 16
+      for (int k = 0; k < 16; k++)
+        r[k] = load<F32>(tile.y + (i * TILE_ROWS * 16) + (j + k) * SIXTEEN);
+      transpose(r);
+      for (int k = 0; k < SIXTEEN && i + k < batch.size; k++)
+        store_rows(p, batch.outputs[i + k], tile.first + j, std::min(tile.count - j, 16), r[k]);
+    }
+}
+
 // Rows [first, end) of an expert times all vectors of a batch, panel by panel.
-template <class B>
+template <class B, bool SIXTEENS = false>
 static bool multiply_panels(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                             int64_t end, bool unpack) {
   constexpr int64_t ROWS = TILE_ROWS * 16;
   const toast_matrix &m = *p.matrix;
   const auto layout = Layout::of(p);
-  const int64_t floats = batch.size * ROWS, tiles = (end - first + ROWS - 1) / ROWS;
+  const int64_t vectors = SIXTEENS ? sixteens(batch.size) * SIXTEEN : batch.size;
+  const int64_t floats = vectors * ROWS, tiles = (end - first + ROWS - 1) / ROWS;
   const int64_t sums = tiles * floats * int64_t(sizeof(float));
   const int64_t panel = panel_groups(layout, batch.size, end - first);
   const int64_t columns = panel * m.group_size, above = batch.expert * m.rows;
   auto memory = static_cast<char *>(toast::scratch(toast::ROWS, TileBuffer::BYTES + sums));
   void *unpacked = unpack ? toast::scratch(toast::BYTES, ROWS * columns) : nullptr;
   if (!memory || (unpack && !unpacked)) return false;
+  if (SIXTEENS && !interleaved(p, batch, layout)) return false;
   auto bytes = static_cast<uint8_t *>(unpacked);
   const TileBuffer buffer = TileBuffer::at(memory + sums);
   memset(memory, 0, sums);
@@ -147,6 +210,10 @@ static bool multiply_panels(const toast::Product &p, const toast::ExpertBatch &b
         for (int j = 0; j < count; j++)
           unpack_bytes(part, rows + j * tile.stride, bytes + j * columns);
         tile.rows = bytes, tile.stride = columns;
+      }
+      if (SIXTEENS) {
+        multiply_sixteens(p, batch, tile, buffer);
+        continue;
       }
       auto many = count > 16 ? multiply_many<B, TILE_ROWS> : multiply_many<B, MIN_TILE_ROWS>;
       many(p, batch, tile, buffer);
@@ -219,6 +286,18 @@ static bool multiply_few(const toast::Product &p, const toast::ExpertBatch &batc
 template <class B>
 static bool multiply_blocks(const toast::Product &p, const toast::ExpertBatch &batch, int64_t first,
                             int64_t end, bool unpack) {
+#if !defined(__AMX_INT8__)
+  if constexpr (B::PAIRED) {  // on Zen 4 not measured yet
+    const int64_t whole = (batch.size + MAX_MISSING) / SIXTEEN * SIXTEEN;
+    if (whole && !toast::is_zen4) {
+      auto part = batch;
+      part.size = std::min(batch.size, whole);
+      if (!multiply_panels<B, true>(p, part, first, end, unpack)) return false;
+      part.outputs += part.size, part.size = batch.size - part.size;
+      return !part.size || multiply_blocks<B>(p, part, first, end, unpack);
+    }
+  }
+#endif
   if constexpr (MAX_FEW<B> > 0) {
     if (batch.size <= max_few<B>()) return multiply_few<B>(p, batch, first, end, unpack);
   }

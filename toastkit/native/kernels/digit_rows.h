@@ -2,6 +2,7 @@
 #pragma once
 
 #include "digits.h"
+#include "prefetch.h"
 
 namespace {
 
@@ -120,8 +121,11 @@ struct Prefetcher {
   inline __attribute__((always_inline)) void fetch(int64_t steps, bool non_temporal = false) {
     const uint8_t *end = at + steps * pace;
     for (; at < end; at += 64) {
-      auto line = reinterpret_cast<const char *>(at);
-      non_temporal ? _mm_prefetch(line, _MM_HINT_NTA) : _mm_prefetch(line, _MM_HINT_T1);
+      if (non_temporal) {
+        _mm_prefetch(reinterpret_cast<const char *>(at), _MM_HINT_NTA);
+      } else {
+        prefetch(at);
+      }
     }
     at = end;
   }

@@ -88,7 +88,7 @@ struct Task {
   Memory<uint32_t> outputs;
   Memory<char> prepared;
   Memory<ExpertBatch> batches;
-  int64_t batch_count, rows, chunks;
+  int64_t batch_count, batch_size, rows, chunks;
 };
 
 // Whether both want the same prepared vectors.
@@ -114,8 +114,16 @@ bool prepare(Task &task, const Task *before, Helpers help) {
   return true;
 }
 
-// Groups the results by expert into batches, and rows into chunks. False if out of memory.
-bool split_into_chunks(Task &task) {
+// Whether both have the same batches of the same prepared vectors, given their sizes.
+bool is_batched_as(const Task &a, const Task &b) {
+  auto all = [](const toast_product &p) { return !p.vector && !p.expert; };
+  return a.p.prepared == b.p.prepared && a.batch_size == b.batch_size &&
+         a.request->count == b.request->count && all(*a.request) && all(*b.request);
+}
+
+// Groups the results by expert into batches, and rows into chunks. before: the previous task, or
+// NULL. False if out of memory.
+bool split_into_chunks(Task &task, const Task *before) {
   const toast_product &request = *task.request;
   const Product &p = task.p;
   const toast_matrix &m = *p.matrix;
@@ -130,6 +138,7 @@ bool split_into_chunks(Task &task) {
   const int64_t parts = BATCH_CHUNKS_PER_THREAD * threads() * CHUNK_ROWS / (m.rows + 1) + 1;
   const int64_t max_batch = in_floats(p) ? BATCH : instructions().max_batch;
   const int64_t size = std::clamp((count + parts - 1) / parts, BATCH, max_batch);
+  task.batch_size = size;
   const int64_t max_batches = m.experts + count / size;
   task.batches = memory<ExpertBatch>(max_batches < count ? max_batches : count);
   ExpertBatch *batches = task.batches.get();
@@ -140,9 +149,13 @@ bool split_into_chunks(Task &task) {
     for (int64_t i = begin[e]; i < begin[e + 1]; i += size) {
       const int64_t left = begin[e + 1] - i, some = left < size ? left : size;
       if (batch_count) batches[batch_count - 1].next_row = e * m.rows;
-      batches[batch_count++] = {e, some, task.outputs.get() + i, (e + 1) * m.rows};
+      batches[batch_count++] = {e, some, task.outputs.get() + i, (e + 1) * m.rows, 0};
       many |= some > 1;
     }
+  static std::atomic<uint64_t> ids{1};  // 0 is nobody's
+  const bool again = before && is_batched_as(task, *before) && batch_count;
+  const uint64_t id = again ? before->batches.get()[0].id : ids.fetch_add(batch_count);
+  for (int64_t i = 0; i < batch_count; i++) batches[i].id = id + i;
   rows = CHUNK_ROWS;
   if (many && !in_floats(p) && p.prepared_stride * std::min(size, count) > PANEL_BYTES) {
     const int64_t tiles = batch_count * m.rows / (CHUNK_ROWS * PANEL_CHUNKS_PER_THREAD * threads());
@@ -172,7 +185,8 @@ int multiply(const toast_product *products, int32_t n) {
     task.request = &request;
     task.p = {request.matrix, request.x,        request.vector, request.activation_bits,
               request.out,    request.out_type, nullptr,      0};
-    if (!prepare(task, i ? &tasks[i - 1] : nullptr, help) || !split_into_chunks(task)) return 2;
+    const Task *before = i ? &tasks[i - 1] : nullptr;
+    if (!prepare(task, before, help) || !split_into_chunks(task, before)) return 2;
     ends[i] = all += task.batch_count * task.chunks;
   }
   const Instructions &code = instructions();
@@ -224,6 +238,14 @@ void *scratch(int kind, int64_t bytes) {
     buffers.bytes[kind] = buffers.memory[kind] ? bytes : 0;
   }
   return buffers.memory[kind];
+}
+
+void *scratch_of(const ExpertBatch &batch, int64_t bytes, bool *known) {
+  static thread_local uint64_t last = 0;
+  *known = last == batch.id;
+  void *memory = scratch(VECTORS, bytes);
+  last = memory ? batch.id : 0;
+  return memory;
 }
 
 }  // namespace toast

@@ -33,11 +33,12 @@ constexpr int64_t MAX_BATCH = 128;
 constexpr int64_t PANEL_BYTES = 512 << 10;
 
 // Results of one expert, outputs[i] for i < size. next_row: the row of the stack that is read after
-// the expert's last one, to prefetch.
+// the expert's last one, to prefetch. id: no other batch of other vectors ever has it.
 struct ExpertBatch {
   int64_t expert, size;
   const uint32_t *outputs;
   int64_t next_row;
+  uint64_t id;
 };
 
 // The kernels of one instruction set; NULL where the compiler lacks it. prepared_bytes: per vector,
@@ -76,7 +77,11 @@ extern const bool is_zen4, is_zen5;
 
 // Thread-local scratch of a kind, aligned to 64 bytes, valid until the next request for that kind;
 // NULL if out of memory.
-enum { ROWS, BYTES, SCORES, SUMS, PARTS, HEADS, QUERIES, KINDS };
+enum { ROWS, BYTES, SCORES, SUMS, PARTS, HEADS, QUERIES, VECTORS, KINDS };
 void *scratch(int kind, int64_t bytes);
+
+// Likewise, for what a thread makes of a batch's vectors. known: nobody else has asked since, so it
+// is still there.
+void *scratch_of(const ExpertBatch &batch, int64_t bytes, bool *known);
 
 }  // namespace toast
