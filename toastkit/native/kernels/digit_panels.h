@@ -62,8 +62,8 @@ struct TileBuffer {
     for (int j = 0; j < tile.count; j++) {
       const int64_t at = (expert * m.rows + tile.first + j) * groups + g;
       float *to = scales + j * SCALE_STRIDE;
-      store(to, scales_at(m, m.scales, at, int(groups - g)));
-      store(to + 16, scales_at(m, m.biases, at, int(groups - g)));
+      store(to, scales_of_row(m, m.scales, at, groups - g));
+      store(to + 16, scales_of_row(m, m.biases, at, groups - g));
     }
   }
 };

@@ -67,6 +67,16 @@ static const char *interleaved(const toast::Product &p, const toast::ExpertBatch
   return memory;
 }
 
+// Scales or biases of 16 groups from `at` on; beyond the `left` that there are, zeros. Masked: what
+// memcpy has copied cannot be loaded at once (half the time of narrow matrices).
+INLINE F32 scales_of_row(const toast_matrix &m, const void *numbers, int64_t at, int64_t left) {
+  const __mmask16 valid = __mmask16(left < LANES ? (1u << left) - 1 : 0xffff);
+  if (m.type == TOAST_F32)
+    return (F32)_mm512_maskz_loadu_ps(valid, static_cast<const float *>(numbers) + at);
+  const U16 v = (U16)_mm256_maskz_loadu_epi16(valid, static_cast<const uint16_t *>(numbers) + at);
+  return m.type == TOAST_F16 ? Dtype<TOAST_F16>::wide(v) : Dtype<TOAST_BF16>::wide(v);
+}
+
 // Four bytes of a row, eight codes, for all vectors. One load: GCC would broadcast codes masked
 // before, from a general register.
 INLINE I32 broadcast(const uint8_t *at) {
