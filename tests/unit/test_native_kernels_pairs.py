@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from itertools import product
 
 import numpy as np
@@ -43,10 +45,38 @@ def test_shared_digits_do_not_saturate(kernels: Kernels) -> None:
         np.testing.assert_allclose(out, 15 * x.sum(dtype=np.float64), rtol=2e-7)
 
 
+def before_nothing(array: np.ndarray) -> np.ndarray:
+    """A copy; what reads behind it ends the process."""
+    size = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    behind, none = ctypes.c_void_p(start + size), 0  # PROT_NONE
+    assert not ctypes.CDLL(None).mprotect(behind, ctypes.c_size_t(mmap.PAGESIZE), none)
+    copy = np.frombuffer(memory, array.dtype, array.size, size - array.nbytes)
+    copy[:] = array.ravel()
+    return copy.reshape(array.shape)
+
+
+@pytest.mark.parametrize("columns", [512, 608])
+@pytest.mark.parametrize("type_", list(TYPES))
+def test_nothing_behind_a_matrix_is_read(kernels: Kernels, type_: str, columns: int) -> None:
+    """No sanitizer sees what assembly reads."""
+    matrix, x = random_matrix(5, (1, 67, columns), 4, 32, type_), numbers(6, 34, columns)
+    assert matrix.scales is not None and matrix.biases is not None
+    alone = matrix._replace(
+        weight=before_nothing(matrix.weight), scales=before_nothing(matrix.scales),
+        biases=before_nothing(matrix.biases),
+    )  # fmt: skip
+    for _ in kernels.sets():
+        for count in (1, 3, 16, 34):
+            out = kernels.multiply(alone, x[:count], activation_bits=BITS)
+            assert np.array_equal(out, kernels.multiply(matrix, x[:count], activation_bits=BITS))
+
+
 @settings(max_examples=examples(15))
 @given(
-    seed=st.integers(0, 1 << 30), experts=st.integers(1, 2), rows=st.integers(1, 100),
-    groups=st.integers(1, 20), size=st.sampled_from((32, 64, 128)),
+    seed=st.integers(0, 1 << 30), experts=st.integers(1, 2), rows=st.integers(1, 200),
+    groups=st.integers(1, 40), size=st.sampled_from((32, 64, 128)),
     type_=st.sampled_from(list(TYPES)), count=st.integers(13, 70), threads=st.integers(1, 3),
 )  # fmt: skip
 def test_vectors_side_by_side_are_one_by_one(
@@ -78,11 +108,11 @@ def test_matrices_share_what_is_made_of_their_vectors(
 ) -> None:
     """Those of one call, where they want the same; those of the next call get their own."""
     matrices = [
-        random_matrix(i, (1, rows[i], 256), 4, size, "bf16") for i, size in enumerate(sizes)
+        random_matrix(i, (1, rows[i], 512), 4, size, "bf16") for i, size in enumerate(sizes)
     ]
     for _ in kernels.sets():
         for seed, count in enumerate(counts):
-            x = numbers(seed, count, 256)
+            x = numbers(seed, count, 512)
             for matrix, out in zip(matrices, kernels.multiply_all(matrices, x, BITS), strict=True):
                 for i in (0, 13, count - 1):
                     alone = kernels.multiply(matrix, x[i : i + 1], activation_bits=BITS)
@@ -105,8 +135,8 @@ def test_vectors_side_by_side_that_fit_no_cache(kernels: Kernels, count: int) ->
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @on_sets
 def test_what_is_no_number_stays_in_its_vector(kernels: Kernels, bad: float) -> None:
-    matrix = random_matrix(3, (1, 20, 192), 4, 64, "f32")
-    x = numbers(4, 30, 192)
+    matrix = random_matrix(3, (1, 70, 576), 4, 64, "f32")
+    x = numbers(4, 30, 576)
     x[1, 100] = bad
     out = kernels.multiply(matrix, x, activation_bits=BITS)
     assert not np.isfinite(out[1]).any()

@@ -11,6 +11,8 @@ namespace {
 
 constexpr int64_t SCALED_GROUPS = 16;  // whose scales are transposed at a time
 constexpr int64_t MAX_MISSING = 2;     // of 16 vectors side by side; fewer are faster otherwise
+// A matrix that pays for interleaving them.
+constexpr int64_t SIXTEENS_ROWS = 65, SIXTEENS_COLUMNS = 512;
 
 // Groups per panel: all where vectors fit, or where there are no rows that could share a panel.
 INLINE int64_t panel_groups(const Layout &layout, int64_t batch, int64_t rows) {
@@ -289,7 +291,9 @@ static bool multiply_blocks(const toast::Product &p, const toast::ExpertBatch &b
 #if !defined(__AMX_INT8__)
   if constexpr (B::PAIRED) {  // on Zen 4 not measured yet
     const int64_t whole = (batch.size + MAX_MISSING) / SIXTEEN * SIXTEEN;
-    if (whole && !toast::is_zen4) {
+    const toast_matrix &m = *p.matrix;
+    const bool large = m.rows >= SIXTEENS_ROWS && m.columns >= SIXTEENS_COLUMNS;
+    if (whole && large && !toast::is_zen4) {
       auto part = batch;
       part.size = std::min(batch.size, whole);
       if (!multiply_panels<B, true>(p, part, first, end, unpack)) return false;
