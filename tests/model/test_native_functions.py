@@ -180,3 +180,11 @@ def test_modules_of_a_tree(architecture: ModuleType) -> None:
     assert [replacing.is_native(type(part)) for part in tree.parts] == [True, False]
     assert tree.parts[0](mx.ones((1, 1, 1, 8))) == ("ours", 0)
     assert type(tree) is architecture.Plain
+
+
+def test_a_module_that_two_others_share(architecture: ModuleType) -> None:
+    """As an activation of MiniMax-M3's routed and shared experts is: a tree names it twice."""
+    tree = architecture.Plain()
+    tree.first = tree.second = architecture.Attention()
+    replacing.use_native(tree.modules())
+    assert tree.first is tree.second and replacing.is_native(type(tree.first))

@@ -58,7 +58,7 @@ def native(cls: type) -> type:
 
 def use_native(modules: Iterable[nn.Module]) -> None:
     """Make modules native that have no weights of their own, or whose weights are never evicted."""
-    modules = list(modules)
+    modules = list({id(module): module for module in modules}.values())  # some are shared
     classes = {cls: native(cls) for cls in {*map(type, modules)}}
     # Modules that are default arguments of __init__ are shared by all models of the process.
     shared = {id(part) for cls in classes for part in _defaults(cls)}
