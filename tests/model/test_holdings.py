@@ -13,15 +13,27 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from tests.conftest import examples
-from tests.model.checkpoints import baked, open_crumb, open_model, open_store
+from tests.model.checkpoints import (
+    SIZES,
+    baked,
+    logits_after,
+    open_crumb,
+    open_model,
+    open_store,
+    read,
+    write_random,
+)
 from tests.model.published import write_published
+from tests.model.reference import needs_new_mlx_lm
 from toastkit.engine.engine import Engine
 from toastkit.engine.state import ModelState
 from toastkit.errors import DataError
+from toastkit.experts.experts_options import SlotOptions
 from toastkit.gears.gear_options import GearOptions
 from toastkit.holdings.forms import ABSENT, ORIGINAL, Form, packed
 from toastkit.holdings.holdings import Holdings
 from toastkit.holdings.weights import Weights
+from toastkit.residency.residency_options import ResidencyOptions
 from toastkit.store.dtypes import Loading
 from toastkit.store.ledger import CACHE, GEARS, Ledger
 
@@ -279,3 +291,26 @@ def test_a_baked_gear_that_is_damaged(tmp_path: Path, part: str, harm: tuple) ->
     with pytest.raises(DataError, match=f"its low gear of {module} is damaged"):
         engine.shift("low")
     assert engine.gears is not None and engine.gears.gear == "high"
+
+
+@needs_new_mlx_lm
+def test_what_a_first_pass_makes_of_weights_is_made_of_these(tmp_path: Path) -> None:
+    """Kimi K3's layers keep products of norms, and passes over shapes come before the weights."""
+    sizes = {
+        **SIZES, "tie_word_embeddings": False, "num_key_value_heads": 4, "kv_lora_rank": 32,
+        "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+        "num_experts": 6, "num_experts_per_token": 2, "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1, "attn_res_block_size": 2,
+        "linear_attn_config": {
+            "kda_layers": [1], "full_attn_layers": [2], "num_heads": 4, "head_dim": 16,
+            "short_conv_kernel_size": 3,
+        },
+    }  # fmt: skip
+    del sizes["head_dim"], sizes["rope_theta"]
+    path = write_random(tmp_path / "m", {"model_type": "kimi_k3", "text_config": sizes})
+    plain = logits_after(engine := open_model(path), read(engine, IDS), [9, 77])
+    for options in ({"residency": ResidencyOptions("layers", 0)},
+                    {"expert_slots": SlotOptions("slots", 3, "off")}):  # fmt: skip
+        engine = open_model(path, **options)
+        found = logits_after(engine, read(engine, IDS), [9, 77])
+        assert all(map(mx.array_equal, found, plain))

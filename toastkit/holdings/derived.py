@@ -1,7 +1,10 @@
-"""Modules that are extended in place: their class changes, never their identity."""
+"""Modules that are extended in place: their class changes, never their identity; and what they keep
+for themselves."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -29,3 +32,16 @@ def restore(module: Any) -> None:
 def _set_class(module: Any, cls: type) -> None:
     # nn.Module's __setattr__ would look for a parameter of that name, which is slow.
     object.__setattr__(module, "__class__", cls)
+
+
+@contextmanager
+def as_before(modules: Iterable[Any]) -> Iterator[None]:
+    """Context after which each attribute of modules that was None before is None again: what a
+    first pass makes of weights for later ones, as Kimi K3's does of norms, is not kept."""
+    before = [(module, [n for n, v in vars(module).items() if v is None]) for module in modules]
+    try:
+        yield
+    finally:
+        for module, names in before:
+            for name in names:
+                setattr(module, name, None)

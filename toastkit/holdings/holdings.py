@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 
 from toastkit.errors import UsageError
+from toastkit.holdings.derived import as_before
 from toastkit.holdings.forms import ABSENT, MAPPED, ORIGINAL, Form
 from toastkit.holdings.holding import (
     Holding,
@@ -161,17 +162,16 @@ class Holdings:
         can be built, but not evaluated. For a model of which nothing is loaded, or all of it."""
         if all(holding.form.whole for holding in self.modules.values()):
             return (yield)
-        for holding in self.modules.values():
-            arrays = {
-                name: mx.zeros(self.store.shape(name), self.loaded_dtype(name))
-                for name in holding.names
-            }
-            holding.attach(holding.original(arrays), self.counts, self._grown)
-        try:
-            yield
-        finally:
+        with as_before(self.store.model.modules()):
             for holding in self.modules.values():
-                holding.attach(Parts(ABSENT, {}, {}, holding.owner), self.counts, self._grown)
+                names = holding.names
+                arrays = {n: mx.zeros(self.store.shape(n), self.loaded_dtype(n)) for n in names}
+                holding.attach(holding.original(arrays), self.counts, self._grown)
+            try:
+                yield
+            finally:
+                for holding in self.modules.values():
+                    holding.attach(Parts(ABSENT, {}, {}, holding.owner), self.counts, self._grown)
 
     # ----------------------------------------------------------------------------------- changes
 
