@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from tests.model.checkpoints import open_store
+from tests.model.checkpoints import SIZES, model_of, open_store
 from tests.model.published import NAMES, write_published
 from toastkit.gears.discovery import container, discover, layer_of
 from toastkit.store.quantising import leaf_modules
@@ -246,3 +246,18 @@ def test_the_embedded_model() -> None:
     everything = discover(model, "all")
     assert len(everything) == 26 + 8 * (1 + 3 + 3 + 1)  # router, experts, shared expert, its gate
     assert sum(one.module.weight.size for one in everything) == 6_916_608
+
+
+def test_what_an_architecture_reads_itself_stays() -> None:
+    """Gemma 3n clips two matrices of its layers at each pass, as numbers."""
+    sizes = {
+        **SIZES, "model_type": "gemma3n_text", "num_kv_shared_layers": 0, "sliding_window": 8,
+        "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 32, "laurel_rank": 32,
+        "rope_local_base_freq": 1e4, "final_logit_softcapping": 30.0, "altup_num_inputs": 3,
+        "layer_types": ["sliding_attention", "full_attention"], "altup_coef_clip": 120.0,
+        "activation_sparsity_pattern": [0.0] * 2, "altup_correct_scale": True,
+        "altup_active_idx": 0, "intermediate_size": [64] * 2,
+    }  # fmt: skip
+    found = discover(model_of({"model_type": "gemma3n", "text_config": sizes}), "all")
+    names = {one.path.rpartition(".")[2] for one in found if ".altup." in one.path}
+    assert names == {"modality_router"} and len({one.layer for one in found}) == 2

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.nn as nn
 
+from toastkit.native.replacing import read_elsewhere
 from toastkit.store.skeleton import is_matrix
 
 if TYPE_CHECKING:
@@ -39,12 +40,14 @@ def discover(model: nn.Module, scope: str) -> list[Managed]:
     """The matrices of a model that change gear, by layer, in tree order within one.
 
     scope: "attention", or "all" for every matrix of the decoder layers: MLPs, experts and routers
-    too. Never the embedding, the head, or quantised matrices. A module that several layers share is
-    found once.
+    too. Never the embedding, the head, quantised matrices, or those that the architecture reads
+    without calling them. A module that several layers share is found once.
     """
-    found = []
+    found, elsewhere = [], read_elsewhere(model) or ()
     for path, module in _matrices(model, "", set()):
         layer = layer_of(path)
+        if path.rpartition(".")[2] in elsewhere:
+            continue
         if container(path) is not None if scope == "attention" else layer is not None:
             found.append(Managed(path, module, layer))
     return sorted(found, key=lambda one: -1 if one.layer is None else one.layer)
