@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from tests.model.checkpoints import baked, logits_after, open_model, open_store, read
+from tests.model.checkpoints import (
+    baked,
+    logits_after,
+    open_model,
+    open_store,
+    read,
+    write_random,
+)
 from tests.model.moe_checkpoints import write_moe
 from tests.model.published import write_published
 from tests.model.test_streaming import NEXT, alike
@@ -207,6 +214,13 @@ def test_refusals(models, tmp_path: Path) -> None:
             opened(models["qwen2_moe"], amount)
     with pytest.raises(UsageError, match="is a dense model: it has no experts"):
         opened(write_published(tmp_path / "llama", "llama"), 4)
+    lists = {
+        "model_type": "dbrx", "vocab_size": 4096, "d_model": 64, "n_layers": 1, "n_heads": 4,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="dbrx holds its experts otherwise than slots do"):
+        opened(write_random(tmp_path / "dbrx", lists), 4)
 
 
 def test_streamed_layers_keep_their_slots(models, expected) -> None:

@@ -93,7 +93,7 @@ def moe_blocks(store: Store) -> list[MoEBlock]:
             found.append(MoEBlock(layer, module, k_name, _attribute(module, k_name)))
             covered |= within
     kind = store.config.model_type
-    if any(_is_experts(module) for name, module in modules.items() if name not in covered):
+    if any(is_experts(module) for name, module in modules.items() if name not in covered):
         raise UsageError(
             f"{store.files.name}: how {kind} chooses its experts is not known here",
             hint="without --experts it runs as it is",
@@ -110,7 +110,7 @@ def k_name_of(module: Any) -> str | None:
     return next((K_OF[name] for name in names if name in K_OF), None)
 
 
-def _is_experts(module: Any) -> bool:
+def is_experts(module: Any) -> bool:
     """True if a module is a layer's experts, or a sparse MoE block of an unknown kind."""
     return is_switch(module) or any(
         c.__name__.endswith("SparseMoeBlock") for c in type(module).__mro__

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from toastkit.errors import UsageError
+from toastkit.experts.routers import is_experts
 from toastkit.holdings.derived import extend, restore
 from toastkit.holdings.holdings import Holdings
 from toastkit.store.skeleton import MISFITS, cannot_run
+
+DENSE = "is a dense model: it has no experts"
 
 
 class Room(NamedTuple):
@@ -35,9 +38,9 @@ class SlotSizes:
         self._holdings = holdings
         self.switches = holdings.slots.switches
         if not self.switches:
-            raise UsageError(
-                f"--expert-slots: {holdings.store.files.name} is a dense model: it has no experts"
-            )
+            other = any(map(is_experts, holdings.store.model.modules()))
+            why = "holds its experts otherwise than slots do" if other else DENSE
+            raise UsageError(f"--expert-slots: {holdings.store.files.name} {why}")
         self.of = {h.path: switch for switch in self.switches for h in switch.stacks}
         self.experts = max(switch.experts for switch in self.switches)
         self.least = _chosen_experts(holdings)
