@@ -146,6 +146,17 @@ def test_more_experts_than_the_model_has(tmp_path: Path, k: int) -> None:
     assert opened(path, ExpertsOptions("little", little_k=LittleK(4))).experts.little_k == 4
 
 
+@pytest.mark.parametrize(
+    "options",
+    [ExpertsOptions(mode) for mode in ("little", "mobile")] + [ExpertsOptions(prompt="little")],
+)
+def test_one_expert_a_token_cannot_be_fewer(tmp_path: Path, options: ExpertsOptions) -> None:
+    path = write_moe(tmp_path / "m", "olmoe", k=1)
+    with pytest.raises(UsageError, match="m has no little model: each token goes to one expert"):
+        opened(path, options)
+    opened(path, ExpertsOptions())
+
+
 # Whose K is a setting that all layers share: none of these is among the recorded.
 SHARED_SETTINGS = {
     "gemma4_text": {

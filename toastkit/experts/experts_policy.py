@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from toastkit.errors import UsageError
 from toastkit.experts.common_part import CommonPart
 from toastkit.experts.experts_options import ExpertsOptions
 from toastkit.experts.pass_times import PassTimes, with_steps
@@ -43,7 +44,7 @@ class ExpertsPolicy(Policy):
 
     def attach(self, holdings: Holdings) -> None:
         """Find the MoE blocks. Raises UsageError for a model without any, with unknown routers, or
-        if the little K is larger than its own."""
+        with one expert a token, which has no little one, or if the little K is larger than K."""
         self.blocks = moe_blocks(holdings.store)
         self._holdings, self._slots = holdings, holdings.slots
         self.common = CommonPart(holdings.store.model, self.blocks, holdings.streams)
@@ -51,6 +52,9 @@ class ExpertsPolicy(Policy):
             self._slots.foresight.watch()
         self.k = max(block.own_k for block in self.blocks)
         self.little_k = self.options.little_of(self.k)
+        if self.options.runs_little and self.k == 1:
+            name = holdings.store.files.name
+            raise UsageError(f"{name} has no little model: each token goes to one expert as it is")
         if self.options.runs_little:  # otherwise the results are the checkpoint's
             mode, gamma = self.options.mode, self.options.threshold
             tried = "" if gamma is None else f"-{exact_number(gamma)}"
