@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.model.checkpoints import open_model
-from tests.model.reference import OLD_MLX_LM
+from tests.model.checkpoints import SIZES, open_model, write_random
+from tests.model.reference import OLD_MLX_LM, needs_new_mlx_lm
 from tests.native_library import NATIVE
 from tests.oracle.cases import CASES, LEFT_OUT, LENGTH, PLAIN, POSITIONS, VOCAB, WINDOW
 from tests.oracle.old_names import old_names
@@ -153,3 +153,17 @@ def test_a_config_that_an_architecture_cannot_run(tmp_path: Path) -> None:
     config = {k: v for k, v in made["config"].items() if k != "layer_types"}
     with pytest.raises(DataError, match="cannot run a model with this config.json"):
         score(write(tmp_path / "m", made), {**config, "sliding_window_pattern": 6}, NATIVE)
+
+
+@needs_new_mlx_lm
+def test_what_is_cautioned_of_plamo3(tmp_path: Path) -> None:
+    """Which transformers has not: mlx_lm's prompts are not as its steps."""
+    config = {"model_type": "plamo3", **SIZES, "window_size": 8}
+    said: list[str] = []
+    engine = open_model(write_random(tmp_path / "m", config), notify=said.append, native="off")
+    assert any("sees one key more in a prompt than in steps" in line for line in said)
+    for count, alike in ((8, True), (20, False)):
+        ids, cache = prompt(count, SIZES["vocab_size"]), engine.new_cache()
+        whole = engine.prefill(ids, engine.new_cache())
+        *_, last = (engine.step(one, cache) for one in ids)
+        assert mx.allclose(whole, last, atol=1e-4) == alike
