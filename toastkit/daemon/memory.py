@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toastkit.daemon.spill import CachedState, Spill
-from toastkit.engine.savepoints import copy_caches, drop_room, resumable, resume_at
+from toastkit.engine.savepoints import can_cut, copy_caches, drop_room, resumable, resume_at
 from toastkit.errors import DataError, ToastError
 from toastkit.prefix import common_prefix
 from toastkit.session.directory import Session
@@ -261,7 +261,7 @@ class Memory:
             self._forget(kept)
             return
         kept.points = [point.count for point in kept.savepoints]
-        kept.cuts = kept.cache is None or all(x.is_trimmable() for x in kept.cache)
+        kept.cuts = kept.cache is None or can_cut(kept.cache, len(kept.tokens))
         kept.cache, kept.savepoints = None, []
 
     def _forget(self, kept: CachedState, on_disk: bool = True) -> None:

@@ -196,7 +196,7 @@ def resume_at(
     twins = copy_caches(caches)
     if n == held:
         return twins
-    if all(layer.is_trimmable() for layer in twins) and _cut(twins, held - n):
+    if can_cut(twins, held - n) and _cut(twins, held - n):
         return twins
     point = next((point for point in savepoints if point.count == n), None)
     if point is None:
@@ -208,7 +208,16 @@ def resume_at(
 
 def _cut(layers: Sequence[Any], count: int) -> bool:
     """Trim tokens off the end of each layer; True if all could."""
-    return all(layer.is_trimmable() and _trim(layer, count) == count for layer in layers)
+    return all(can_cut([layer], count) and _trim(layer, count) == count for layer in layers)
+
+
+def can_cut(layers: Sequence[Any], count: int) -> bool:
+    """True if so many tokens can be trimmed off the end of each layer, and all that the next one
+    attends to is then there: a chunk drops its beginning while the next one is read."""
+    chunks = (x for x in leaves(layers) if type(x).__name__ == "ChunkedKVCache")
+    return all(layer.is_trimmable() for layer in layers) and all(
+        x.start_position <= (x.offset - count) // x.chunk_size * x.chunk_size for x in chunks
+    )
 
 
 def _trim(layer: Any, count: int) -> int:
