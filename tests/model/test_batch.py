@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.model.checkpoints import open_model, read
+from tests.model.checkpoints import SIZES, open_model, read, write_random
 from tests.model.published import NAMES, write_published
 from tests.model.reference import OLD_MLX_LM
 from toastkit.engine.batch import Batch, can_batch, can_be_apart
@@ -278,3 +278,22 @@ def test_some_rows_are_run_again(batched: Made) -> None:
     steps(batch, pairs, 2, 100)
     for pair in pairs:
         leave(batch, pair)
+
+
+def test_blocks_that_are_chosen_by_their_place(tmp_path: Path) -> None:
+    """A batch would pad the shorter ones, and their blocks would be others, which a trial of some
+    forty tokens cannot show where all blocks of 64 are seen."""
+    sparse = {
+        "sparse_num_index_heads": 2, "sparse_index_dim": 32, "sparse_block_size": 16,
+        "sparse_topk_blocks": 4, "sparse_local_block": 1, "sparse_attention_freq": [0, 1],
+    }  # fmt: skip
+    text = {
+        **SIZES, "model_type": "minimax_m3", "dense_intermediate_size": 64, "rotary_dim": None,
+        "shared_intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "moe_layer_freq": [0, 1], "partial_rotary_factor": 0.5, "use_qk_norm": True,
+        "sparse_attention_config": sparse,
+    }  # fmt: skip
+    engine = open_model(
+        write_random(tmp_path / "m", {"model_type": "minimax_m3_vl", "text_config": text})
+    )
+    assert not can_batch(engine)

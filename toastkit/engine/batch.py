@@ -36,6 +36,9 @@ from toastkit.native.kv_caches import leaves
 TOLERANCE = 1e-3
 COARSE_TOLERANCE = 5e-2
 ROWS = ("keys", "values")  # of a cache, (B, H, positions, D)
+# Of attention that chooses blocks of keys by their place in the cache (MiniMax M3): padding shifts
+# them, which shows only once there are more blocks than it chooses, not in a trial.
+CHOOSES_BLOCKS = "index_topk_blocks"
 
 
 class Batch:
@@ -196,6 +199,8 @@ def can_batch(engine: Engine, apart: bool = False) -> bool | None:
     here.) None if the trial failed for a reason that may be transient. Runs some fifty tokens.
     apart: as of Batch; True only if native attention then reads all keys and values in place."""
     if not all(hasattr(layer, "merge") for layer in engine.new_cache()):
+        return False
+    if any(hasattr(module, CHOOSES_BLOCKS) for module in engine.model.modules()):
         return False
     most, experts = engine.vocab - 1, engine.experts
     right, wrong, last = (min(token, most) for token in (5, 9, 6))
