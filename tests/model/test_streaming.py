@@ -201,11 +201,14 @@ def test_gears_have_all_bits_of_the_file(tmp_path: Path) -> None:
 
 def test_layers_that_run_in_parts_stay(tmp_path: Path) -> None:
     """IQuestLoopCoder runs the attention and the network of its layers, in two rounds."""
-    config = {"model_type": "iquestloopcoder", **SIZES}
-    path = write_random(tmp_path / "loop", config)
-    engine = streaming(path=path)
+    path, said = write_random(tmp_path / "m", {"model_type": "iquestloopcoder", **SIZES}), []
+    engine = streaming(path=path, notify=said.append)
+    engine.residency.memory_warning()
     assert alike(answer(engine), answer(open_model(path, native="auto")))
     assert engine.residency.sizes.layers == (0, 0)
+    assert engine.residency.resident == {0, 1} and not engine.residency.shed
+    assert said == [f"warning: --resident 0: no layer of {path} can be streamed"]
+    streaming("layers", 2, path=path, notify=pytest.fail)
 
 
 # ------------------------------------------------------------------------------------ how many stay

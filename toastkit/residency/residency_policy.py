@@ -16,7 +16,7 @@ from toastkit.holdings.policy import Policy, Wish
 from toastkit.holdings.pressure import LOW, Checks, Pressure
 from toastkit.residency.memory import available_memory
 from toastkit.residency.model_sizes import cache_holds, sizes_in, sizes_of, streamable
-from toastkit.residency.residency_options import ResidencyOptions
+from toastkit.residency.residency_options import COUNTED, ResidencyOptions
 from toastkit.residency.sizing import (
     USUAL_CONTEXT,
     WINDOW,
@@ -76,6 +76,9 @@ class ResidencyPolicy(Policy):
             paths, forms = self._steps()
             in_steps = sizes_in(forms, holdings, self.sizes, paths)
             self._step_sizes = in_steps if in_steps != self.sizes else None
+        if not self.paths and self._asked_count() < self.layers and self._notify is not None:
+            name = self._store.files.name
+            self._notify(f"warning: --resident {self.options}: no layer of {name} can be streamed")
         if self.options.kind == "bytes":
             self._check_budget()
             holdings.limit = int(self.options.amount), self._layer_of
@@ -144,13 +147,20 @@ class ResidencyPolicy(Policy):
             return self._layers_for(fits)
         return placed(fits, range(self.layers), self.options.placement)
 
-    def _first_count(self) -> int:
-        """How many layers are resident to begin with (equations 1 and 2)."""
+    def _asked_count(self) -> int:
+        """How many layers are asked for; all, if they are not counted."""
         kind, amount, count = self.options.kind, self.options.amount, self.layers
         if kind == "layers":
             return min(count, int(amount))
-        if kind == "percent":
-            return int(count * amount / 100 + 0.5)
+        return int(count * amount / 100 + 0.5) if kind == "percent" else count
+
+    def _first_count(self) -> int:
+        """How many layers are resident to begin with (equations 1 and 2)."""
+        kind, amount = self.options.kind, self.options.amount
+        if not self.paths:
+            return self.layers
+        if kind in COUNTED:
+            return self._asked_count()
         placement = self.options.placement
         reserve, given = self._reserve, kind == "bytes"
         memory = int(amount) if given else self._available()
@@ -248,7 +258,7 @@ class ResidencyPolicy(Policy):
 
     def memory_warning(self) -> None:
         """Shed all layers before the next pass (section 3.4)."""
-        self._warned = True
+        self._warned = bool(self.paths)  # else there is nothing to give up
 
     # ------------------------------------------------------------------------------------- counting
 
