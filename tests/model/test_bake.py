@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.model.checkpoints import baked, open_model, open_store, same
+from tests.model.checkpoints import baked, open_model, open_store, same, write_random
 from tests.model.published import write_published
 from tests.model.reference import OLD_MLX_LM
 from toastkit.errors import BusyError, CannotCreateError, DataError, IOFailure
@@ -236,6 +236,18 @@ def test_interrupted(mixed: Path, tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------- places for split
+
+
+def test_layers_that_share_keys_are_not_missed(tmp_path: Path) -> None:
+    """AFM 7 has them in a list of their own, so that layers are counted of which no tensor is."""
+    config = {
+        "model_type": "afm7", "vocab_size": 256, "hidden_dim": 64, "num_layers": 3,
+        "num_kv_reuse_layers": 1, "num_heads": 4, "num_kv_heads": 2,
+    }  # fmt: skip
+    path = baked(write_random(tmp_path / "m", config), tmp_path / "m.toast")
+    split(open_store(path), tmp_path / "split")
+    for made in (path, tmp_path / "split"):
+        assert not [*verify(locate(str(made)))]
 
 
 def test_split_goes_to_a_new_directory(mixed: Path, tmp_path: Path) -> None:

@@ -82,9 +82,12 @@ def bake(
     """
     contents = Contents(store, quantization, dtype, gears, expert_major)
     pieces = [*starmap(small_file, small_files(contents)), *contents.outside()]
+    groups = [LAYER_GROUP.format(index) for index in range(store.layer_count)]
     for index in range(store.layer_count):
         pieces += contents.layer(index)
-    write_pieces(out, store, pieces, overwrite=overwrite, progress=progress)
+    written = {item.group for piece in pieces for item in piece.planned}
+    empty = {group: {} for group in groups if group not in written}  # AFM 7's have another list
+    write_pieces(out, store, pieces, checksums=empty, overwrite=overwrite, progress=progress)
 
 
 def split(store: Store, out_directory: Path, progress: Progress | None = None) -> None:
@@ -97,6 +100,7 @@ def split(store: Store, out_directory: Path, progress: Progress | None = None) -
     """
     contents = Contents(store)
     parts: dict[str, list[Piece]] = {OUTSIDE_FILE: contents.outside()}
+    group_of = {LAYER_FILE.format(i): LAYER_GROUP.format(i) for i in range(store.layer_count)}
     for index in range(store.layer_count):
         parts[LAYER_FILE.format(index)] = contents.layer(index)
     total = sum(item.nbytes for pieces in parts.values() for p in pieces for item in p.planned)
@@ -111,7 +115,9 @@ def split(store: Store, out_directory: Path, progress: Progress | None = None) -
     with Partial(out_directory, directory=True) as partial:
         partial.check_room(total + sum(map(len, files.values())))
         for name, pieces in parts.items():
-            checksums = {FILES_GROUP: digests} if name == OUTSIDE_FILE else None
+            checksums = {FILES_GROUP: digests} if name == OUTSIDE_FILE else {}
+            if name in group_of and not pieces:
+                checksums[group_of[name]] = {}
             path = partial.beside / name
             write_pieces(path, store, pieces, checksums=checksums, progress=report)
             done += sum(item.nbytes for p in pieces for item in p.planned)
