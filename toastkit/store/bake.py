@@ -86,7 +86,8 @@ def bake(
     for index in range(store.layer_count):
         pieces += contents.layer(index)
     written = {item.group for piece in pieces for item in piece.planned}
-    empty = {group: {} for group in groups if group not in written}  # AFM 7's have another list
+    # Those of AFM 7 that share keys are in another list.
+    empty: dict[str, dict[str, str]] = {group: {} for group in groups if group not in written}
     write_pieces(out, store, pieces, checksums=empty, overwrite=overwrite, progress=progress)
 
 
