@@ -261,3 +261,15 @@ def test_what_an_architecture_reads_itself_stays() -> None:
     found = discover(model_of({"model_type": "gemma3n", "text_config": sizes}), "all")
     names = {one.path.rpartition(".")[2] for one in found if ".altup." in one.path}
     assert names == {"modality_router"} and len({one.layer for one in found}) == 2
+
+
+def test_matrices_that_are_packed_otherwise_stay() -> None:
+    """AFM 7 fuses some into a class of its own, whose packed form needs the places of its parts."""
+    config = {
+        "model_type": "afm7", "vocab_size": 64, "hidden_dim": 64, "num_layers": 3,
+        "num_kv_reuse_layers": 1, "num_heads": 4, "num_kv_heads": 2,
+    }  # fmt: skip
+    model = model_of(config)
+    own = {path for path, module in model.named_modules() if type(module).__name__ == "FusedLinear"}
+    found = {one.path for one in discover(model, "all")}
+    assert own and found and not own & found
