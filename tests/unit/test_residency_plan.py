@@ -66,7 +66,7 @@ def test_only_max_context_reserves_for_the_context() -> None:
 def first_count(options: ResidencyOptions, memory: int) -> int:
     """Layers that a run has stay to begin with."""
     policy = ResidencyPolicy(options, lambda: memory)
-    policy.sizes = MODEL  # as of a model that it has taken on
+    policy.sizes, policy.paths = MODEL, ["layers.0"]  # as of a model that it has taken on
     return policy._first_count()
 
 
