@@ -196,7 +196,7 @@ def resume_at(
     twins = copy_caches(caches)
     if n == held:
         return twins
-    if can_cut(twins, held - n) and _cut(twins, held - n):
+    if _cut(twins, held - n):
         return twins
     point = next((point for point in savepoints if point.count == n), None)
     if point is None:
@@ -207,8 +207,8 @@ def resume_at(
 
 
 def _cut(layers: Sequence[Any], count: int) -> bool:
-    """Trim tokens off the end of each layer; True if all could."""
-    return all(can_cut([layer], count) and _trim(layer, count) == count for layer in layers)
+    """Trim tokens off the end of each layer; True if all could. Of none if one cannot."""
+    return can_cut(layers, count) and all(_trim(layer, count) == count for layer in layers)
 
 
 def can_cut(layers: Sequence[Any], count: int) -> bool:
