@@ -8,7 +8,6 @@ scope and inside that of all layers.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,22 +40,17 @@ def discover(model: nn.Module, scope: str) -> list[Managed]:
     """The matrices of a model that change gear, by layer, in tree order within one.
 
     scope: "attention", or "all" for every matrix of the decoder layers: MLPs, experts and routers
-    too. Never the embedding, the head, quantised matrices, those that the architecture reads
-    without calling them, or those of its own that are packed otherwise than MLX's (AFM 7). A module
-    that several layers share is found once.
+    too. Never the embedding, the head, quantised matrices, or those that the architecture reads
+    without calling them. A module that several layers share is found once.
     """
     found, elsewhere = [], read_elsewhere(model) or ()
     for path, module in _matrices(model, "", set()):
         layer = layer_of(path)
-        if path.rpartition(".")[2] in elsewhere or not _packs_as_usual(type(module)):
+        if path.rpartition(".")[2] in elsewhere:
             continue
         if container(path) is not None if scope == "attention" else layer is not None:
             found.append(Managed(path, module, layer))
     return sorted(found, key=lambda one: -1 if one.layer is None else one.layer)
-
-
-def _packs_as_usual(cls: Any) -> bool:
-    return "mode" in inspect.signature(cls.to_quantized).parameters
 
 
 def layer_of(path: str) -> int | None:

@@ -207,8 +207,10 @@ def _packing(path: str, module: nn.Module, tensors: Mapping[str, mx.array]) -> d
 
 
 def is_matrix(module: Any) -> bool:
-    """True if a module's weight is a matrix that can be packed; not so an embedding, whose rows are
-    looked up."""
+    """True if a module's weight is a matrix that can be packed as MLX's are; not so an embedding,
+    whose rows are looked up, nor a linear layer that packs itself otherwise (AFM 7)."""
+    if isinstance(module, nn.Linear):
+        return type(module).to_quantized is nn.Linear.to_quantized
     return hasattr(module, "to_quantized") and not isinstance(module, nn.Embedding)
 
 
