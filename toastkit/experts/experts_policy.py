@@ -111,12 +111,10 @@ class ExpertsPolicy(Policy):
     # ------------------------------------------------------------------------------------ counting
 
     def begin_run(self) -> None:
-        """Reset the counts of `run_report`."""
         super().begin_run()
         self.times.begin_run()
 
     def count_step(self) -> None:
-        """Count a step."""
         self.steps += 1
 
     def run_report(self) -> dict[str, Any]:

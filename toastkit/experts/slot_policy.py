@@ -181,7 +181,6 @@ class SlotPolicy(Policy):
         self._pressures = {}
 
     def count_step(self) -> None:
-        """Count a step."""
         self._checks.count_step()
 
     def _counts(self) -> dict[str, Any]:

@@ -69,7 +69,6 @@ class GearPolicy(Policy):
     # ------------------------------------------------------------------------------------- deciding
 
     def decide(self, wish: Wish) -> bool:
-        """True if the next pass is in another gear."""
         chosen = self.options.fixed or wish.gear or self.gear
         self._wanted = "high" if wish.prompt else chosen
         return self._wanted != self.gear
@@ -107,11 +106,9 @@ class GearPolicy(Policy):
     # ------------------------------------------------------------------------------------- counting
 
     def count_step(self) -> None:
-        """Count a step in this gear."""
         self.tokens[self.gear] += 1
 
     def uncount_step(self) -> None:
-        """Take back one step in this gear."""
         self.tokens[self.gear] -= 1
 
     def report(self) -> dict[str, Any]:
@@ -140,19 +137,15 @@ class GearPolicy(Policy):
     def bits(self) -> dict[str, float]:
         """Bits per weight by gear; in high, the file's mean."""
         low, mid = self.options.bits
-        weights = [
-            (self._holdings.store.dtype(f"{p}.weight").size, self._originals(p)) for p in self.paths
-        ]
+        store, original = self._holdings.store, self._holdings.loaded.matrix_bytes
+        weights = [(store.dtype(f"{p}.weight").size, original(p)) for p in self.paths]
         mean = sum(size * weight for size, weight in weights) / self.originals_bytes
         return {"low": low, "mid": mid, "high": 8 * mean}
-
-    def _originals(self, path: str) -> int:
-        return self._holdings.loaded.matrix_bytes(path)
 
     @property
     def originals_bytes(self) -> int:
         """Bytes of the managed matrices as loaded, in high gear."""
-        return sum(map(self._originals, self.paths))
+        return sum(map(self._holdings.loaded.matrix_bytes, self.paths))
 
     @property
     def device_bytes(self) -> int:

@@ -270,7 +270,6 @@ class ResidencyPolicy(Policy):
         self._pressure = Pressure(self.layers)
 
     def count_step(self) -> None:
-        """Count a step."""
         self._checks.count_step()
 
     def _report_of(self, counts: dict[str, Any]) -> dict[str, Any]:
