@@ -10,6 +10,7 @@ import pytest
 
 from tests.model.reference import OLD_MLX_LM
 from tests.native_library import cache, library, needed
+from tests.unit.test_sampling import random_logits
 from toastkit.engine import device_sampler
 from toastkit.engine.device_sampler import DeviceSampler
 from toastkit.errors import DataError, UsageError
@@ -33,10 +34,6 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def mlx_lm_sampling():
     """mlx_lm's functions."""
     return pytest.importorskip("mlx_lm.sample_utils")
-
-
-def random_logits(vocab: int, scale: float = 3.0, seed: int = 0) -> np.ndarray:
-    return (np.random.default_rng(seed).standard_normal(vocab) * scale).astype(np.float32)
 
 
 def random_values(seed: int) -> np.ndarray:
