@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -81,8 +80,8 @@ class Home:
         return not (self.socket.exists() or self.pidfile.exists())
 
 
-@contextmanager
-def daemon_home() -> Iterator[Home]:
+@pytest.fixture
+def home() -> Iterator[Home]:
     """Directories for a daemon; none is left running."""
     with short_directory() as directory:
         made = Home(directory)

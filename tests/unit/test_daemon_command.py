@@ -14,18 +14,14 @@ import click
 import pytest
 
 from tests.unit.daemon_front import Client, eventually, short_directory
-from tests.unit.daemon_home import Home, daemon_home
+from tests.unit.daemon_home import Home, home
 from toastkit import errors
 from toastkit.client import socket_backend
 from toastkit.commands import toasted as command
 from toastkit.commands.sizes import Duration, Size
 from toastkit.daemon.pidfile import Pidfile
 
-
-@pytest.fixture
-def home() -> Iterator[Home]:
-    with daemon_home() as made:
-        yield made
+__all__ = ["home"]
 
 
 @pytest.fixture

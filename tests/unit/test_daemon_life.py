@@ -10,21 +10,16 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.unit.daemon_front import PATIENCE, Client, eventually
-from tests.unit.daemon_home import DRIVER, ROOT, Home, daemon_home
+from tests.unit.daemon_home import DRIVER, ROOT, Home, home
 from toastkit.daemon import background
 from toastkit.errors import ToastError
 
-
-@pytest.fixture
-def home() -> Iterator[Home]:
-    with daemon_home() as made:
-        yield made
+__all__ = ["home"]
 
 
 def ended(process: subprocess.Popen) -> tuple[int, str]:
