@@ -10,7 +10,6 @@ from toastkit.text.exact_numbers import exact_number, exact_size
 
 MODES = ("big", "little", "mobile")
 PROMPTS = ("big", "little")
-PREFETCHES = ("off", "auto", "1", "2", "3")
 GAMMA = 0.7  # of the paper, for all models and tasks (section V)
 
 
