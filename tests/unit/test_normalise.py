@@ -189,11 +189,21 @@ def test_what_means_something_is_refused(fields: dict[str, Any], said: str) -> N
         {"partial_rotary_factor": 0.5},  # transformers ignores it as well
         {"model_type": "granitemoehybrid", "position_embedding_type": "nope", "rope_theta": None},
         {"model_type": "mamba2", "num_attention_heads": None},
+        {"model_type": "bailing_hybrid", "architectures": ["BailingMoeV3ForCausalLM"],
+         "norm_topk_prob": True},  # as in Ling 3.0
+        {"model_type": "minimax_m3_vl", "norm_topk_prob": True, "hidden_act": "swigluoai"},
     ],
     ids=str,
 )  # fmt: skip
 def test_what_means_nothing_is_not(fields: dict[str, Any]) -> None:
     assert changed(**fields).cautions == ()
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_class_that_reads_a_synonym_computes_the_field(normed: bool) -> None:
+    """Kimi's name for norm_topk_prob."""
+    made = changed(model_type="kimi_linear", rope_theta=1e4, norm_topk_prob=normed)
+    assert made.config["moe_renormalize"] is normed
 
 
 JUNK = st.recursive(

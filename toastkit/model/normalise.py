@@ -68,6 +68,12 @@ NEUTRAL: dict[str, tuple] = {
     "attention_multiplier": (None, 1), "logits_scaling": (None, 1), "logit_scale": (None, 1),
     "moe_layer_freq": (None, 1),
 }  # fmt: skip
+# Architectures that weigh the chosen experts against each other whatever `norm_topk_prob` says, as
+# their originals do: Ling 3.0's configuration has the field.
+NORMALISED = (
+    "bailing_moe_v3", "ernie4_5_moe", "gemma4_text", "gpt_oss", "granitemoe", "granitemoehybrid",
+    "laguna", "minimax", "minimax_m3_vl", "mixtral",
+)  # fmt: skip
 # (field, value, what the architecture gets wrong then).
 ONE_TOKEN = "shifts the tokens of a convolution that is one token wide"  # its state is all of them
 REFUSED = {
@@ -87,6 +93,7 @@ ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "mlp_hi
 FAMILIES = {
     "silu": ("silu", "swiglu", "SiLU", "SwiGLU", "SwitchGLU"), "gelu": ("gelu", "GELU", "geglu"),
     "relu": ("relu",), "relu2": ("relu",), "xielu": ("XIELU", "XieLU", "xielu"),
+    "swigluoai": ("swiglu_alpha",),
 }  # fmt: skip
 
 
@@ -223,7 +230,8 @@ def _check(config: dict[str, Any], source: Source, where: str) -> None:
     for name, neutral in NEUTRAL.items():
         value: Any = config.get(name)
         fixed = isinstance(value, float) and f"{value:g}" in source.text
-        if not (any(value == one for one in neutral) or fixed or source.reads(name)):
+        fixed |= name == "norm_topk_prob" and value is True and source.module in NORMALISED
+        if not (any(value == one for one in neutral) or fixed or _reads(source, name)):
             raise DataError(f"{where}: {source.module} of mlx_lm does not compute {name} {value}")
     score = config.get("scoring_func")
     if isinstance(score, str) and not source.reads("scoring_func") and score not in source.text:
@@ -234,6 +242,12 @@ def _check(config: dict[str, Any], source: Source, where: str) -> None:
     family = "silu" if word == "swish" else "gelu" if "gelu" in word else word
     if word and not any(code in source.text for code in FAMILIES.get(family, (family,))):
         raise DataError(f"{where}: {source.module} of mlx_lm does not compute hidden_act {word}")
+
+
+def _reads(source: Source, name: str) -> bool:
+    """True if the class uses a field, or a synonym, which `_rename` filled in."""
+    names = next((names for names in SYNONYMS if name in names), (name,))
+    return any(source.reads(one) for one in names)
 
 
 def _check_experts(config: dict[str, Any], source: Source, where: str) -> None:
