@@ -206,6 +206,16 @@ def test_a_class_that_reads_a_synonym_computes_the_field(normed: bool) -> None:
     assert made.config["moe_renormalize"] is normed
 
 
+def test_a_text_class_of_its_own_is_what_reads_the_text() -> None:
+    """Kimi K3's is called a kimi_linear, which knows neither this activation nor its parameters."""
+    text = {
+        **LLAMA, "model_type": "kimi_linear", "hidden_act": "situ", "activation_situ_beta": 4.0,
+        "num_experts": 8, "num_experts_per_token": 2, "moe_renormalize": True,
+    }  # fmt: skip
+    made = fitted({"model_type": "kimi_k3", "text_config": text})
+    assert text.items() <= made.config["text_config"].items() and made.cautions == ()
+
+
 JUNK = st.recursive(
     st.sampled_from([None, True, 0, -1, 10**400, 0.5, float("nan"), "", "yarn", "full_attention"]),
     lambda inner: st.lists(inner, max_size=3)

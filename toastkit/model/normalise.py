@@ -148,9 +148,10 @@ def _fit(config: ModelConfig, where: str, module: str) -> Fitted:
 
 
 def _text_source(text: dict, source: Source) -> Source:
-    """Return the class for `text_config`, if its model type identifies one."""
+    """Return the class for `text_config`, if its model type identifies one; an architecture that
+    has a class of its own for it reads that (Kimi K3, whose text is called a kimi_linear)."""
     model_type = text.get("model_type")
-    if not isinstance(model_type, str):
+    if not isinstance(model_type, str) or source.has_text_class:
         return source
     try:
         name = module_name(model_type)

@@ -17,6 +17,7 @@ SHARED = ("base", "cache", "rope_utils", "switch_layers", "activations", "pipeli
 _FROM = re.compile(r"^from \.(\w+) import", re.M)
 # An argument class up to the next line that is not indented. Parsing takes a tenth of a second.
 _CLASS = re.compile(r"^class \w*(?:Args|Config)\b.*\n((?:[ \t].*\n|\n)*)", re.M)
+_TEXT_CLASS = re.compile(r"^class Text(?:Args|Config)\b", re.M)
 _FIELD = re.compile(r"^    (\w+): [^=\n]+(=?)", re.M)
 _SIBLINGS = re.compile(r"^from \. import ([\w, ]+)", re.M)
 
@@ -50,6 +51,11 @@ class Source:
     def parts(self) -> tuple[str, ...]:
         """The files, the architecture's own first."""
         return tuple(self._texts)
+
+    @property
+    def has_text_class(self) -> bool:
+        """True if the architecture's own file declares what `text_config` holds."""
+        return bool(_TEXT_CLASS.search(self._texts.get(self.module, "")))
 
     @cached_property
     def fields(self) -> dict[str, bool]:
