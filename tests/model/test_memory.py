@@ -228,7 +228,8 @@ def test_a_turn_asked_again_resumes_late(engines: Engines, name: str, sampling: 
         assert again.why == "all of it is kept; the last token is run for its logits"
     else:
         assert again.cached == again.points[-1] > len(again.prompt) - 5
-        assert again.why.startswith("it was read further than this prompt goes, and a recurrent")
+        which = "a recurrent state or a full sliding window"
+        assert again.why.startswith(f"it was read further than this prompt goes, and {which} can")
     same = messages[-1] == answer
     assert same == (sampling["temperature"] == 0)
     assert len(driver.kept) == (1 if same else 2)

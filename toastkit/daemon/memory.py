@@ -295,4 +295,5 @@ def _why(kept: CachedState, common: int, count: int, total: int) -> str:
         reason = "it was read further than this prompt goes"
     else:
         reason = f"it differs from token {common} on"
-    return f"{reason}, and a recurrent state can be resumed only where one was kept"
+    which = "a recurrent state or a full sliding window"
+    return f"{reason}, and {which} can be resumed only where one was kept"
