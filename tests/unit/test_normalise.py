@@ -140,6 +140,8 @@ SCALED = {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}
         ({"rope_theta": None}, "no usable rope_theta"),
         ({"rope_theta": "10000"}, "no usable rope_theta"),
         ({"rope_theta": 10**400}, "no usable rope_theta"),
+        ({"rope_theta": [1e4, 1e4]}, "no usable rope_theta"),
+        ({"model_type": "step3p5", "rope_theta": [1e4, None]}, "no usable rope_theta"),
         ({"rope_parameters": {"rope_theta": None, "rope_type": "default"}}, "rope_theta"),
         ({"rope_scaling": {"type": "linear", "factor": None}}, "no usable factor"),
         ({"rope_scaling": {"type": "longrope", "attention_factor": 3.0}}, "attention_factor"),
@@ -191,6 +193,7 @@ def test_what_means_something_is_refused(fields: dict[str, Any], said: str) -> N
         {"model_type": "mamba2", "num_attention_heads": None},
         {"model_type": "bailing_hybrid", "architectures": ["BailingMoeV3ForCausalLM"],
          "norm_topk_prob": True},  # as in Ling 3.0
+        {"model_type": "step3p5", "rope_theta": [5e6, 1e4, 1e4, 1e4]},  # one for each layer
         {"model_type": "minimax_m3_vl", "norm_topk_prob": True, "hidden_act": "swigluoai"},
     ],
     ids=str,

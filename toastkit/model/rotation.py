@@ -57,7 +57,9 @@ def rename_rotation(config: dict[str, Any], source: Source, where: str) -> None:
     for name in (*THETA, *LOCAL_THETA):
         theta = config.get(name, 1)
         nope = theta is None and config.get("position_embedding_type") == "nope"
-        if name in source.fields and not _is_positive(theta) and not nope:
+        by_layer = isinstance(theta, list) and f"isinstance({name}, list)" in source.text
+        usable = all(map(_is_positive, theta)) if by_layer else _is_positive(theta)
+        if name in source.fields and not usable and not nope:
             raise DataError(f"{where}: config.json has no usable {name}")
 
 
