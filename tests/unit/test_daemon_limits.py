@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import resource
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -15,6 +17,7 @@ from tests.unit.daemon_front import PIECE, FakeWorker, eventually, front, open_d
 from toastkit.daemon import server as module
 from toastkit.daemon.channel import UNSENT_LIMIT, Outbox
 from toastkit.daemon.service_settings import Limits
+from toastkit.errors import ToastError
 
 MB = 1 << 20
 
@@ -48,6 +51,15 @@ def test_a_reader_that_takes_its_time_gets_all() -> None:
         client.send({"prompt": "z" * (5 * MB), "stream": False})
         time.sleep(0.05)  # one large reply is no reason to cut off either
         assert len(client.replies()[-1]["end"]["text"]) == 5 * MB
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Python's collector, which ends circles, has run and does not run again."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def memory() -> int:
@@ -161,6 +173,22 @@ def test_many_connections_leave_nothing() -> None:
         eventually(lambda: running.connections == 0)
         eventually(lambda: open_descriptors() <= before)
         assert running.client().ask({"prompt": "hi"})["end"]["text"] == "hi"
+
+
+def test_refused_requests_leave_nothing_for_the_collector(no_collector: None) -> None:
+    """Lines of up to 16 MiB would stay in memory until it runs, which goes by objects, not bytes:
+    120 of 10 MB took 2.4 GB."""
+
+    def refusals() -> int:
+        return sum(isinstance(each, (ToastError, ValueError)) for each in gc.get_objects())
+
+    before = refusals()
+    bad = [b"garbage", b"\xff", b"[]", b"{}", b'{"prompt": "x", "promt": 1}', b'{"prompt": "boom"}']
+    with front() as running:
+        client = running.client()
+        for line in bad * 3:
+            assert "error" in client.ask(line + b"\n")
+        eventually(lambda: refusals() <= before)
 
 
 def test_many_cancelled_requests() -> None:

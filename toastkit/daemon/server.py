@@ -25,7 +25,7 @@ from toastkit.daemon.listening import address_of
 from toastkit.daemon.requests import ATTACH_OPS, Request, make_request, parse_object, request_id
 from toastkit.daemon.service_settings import Limits
 from toastkit.descriptors import GONE
-from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error
+from toastkit.errors import BusyError, ToastError, UnavailableError, as_toast_error, drop_frames
 from toastkit.text.exact_numbers import are, counted
 from toastkit.wire import may_connect, peer_of
 
@@ -270,6 +270,7 @@ class Server:
             channel.reply(error_reply(told))
             if told is not error:
                 self._debug(told.message)
+            drop_frames(error)  # they hold the line and what was made of it, and `told` them
         finally:
             if not kept:
                 close_all(fds)
