@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ LONG = "The bear went to the river, and the owl sat in the old tree. " * 3 + "Wh
 BOOK = "Once there was a bear. He lived in a house by the river, and he had a little friend. " * 20
 NAMES = ("llama", "gemma3_text", "mamba2", "falcon_h1")  # and HYBRID
 HYBRID = "qwen3_5"
+MODEL = "0123456789abcdef" * 4  # a fingerprint
 
 
 class Chat:
@@ -179,6 +181,23 @@ def test_a_turn_is_weighed_without_a_look_at_all_others(engines: Engines, monkey
     monkeypatch.setattr(driver.service.memory._spill, "_look_at", 0)
     chats[0].goes_on(driver)
     assert len(weighed) == 8
+
+
+def test_what_other_models_left_leaves_the_disk_after_a_month(homes: Path) -> None:
+    def conversation(folder: str, days: float) -> Path:
+        path = homes / folder / f"{1:016x}"
+        path.mkdir(parents=True)
+        for each in (path, path.parent):
+            os.utime(each, (time.time() - days * 86400,) * 2)
+        return path
+
+    old, recent = conversation("a" * 16 + "-own", 31), conversation("b" * 16 + "-own", 29)
+    other, own = conversation("kept-by-someone", 31), conversation(MODEL[:16] + "-float32", 31)
+    os.utime(conversation("c" * 16 + "-own", 31).parent)  # one has just left it
+    spill.Spill(MODEL, "float32", 1 << 20).scan()
+    assert not old.parent.exists()
+    assert recent.exists() and other.exists() and own.parent.exists()
+    assert (homes / ("c" * 16 + "-own")).exists()
 
 
 def test_one_over_the_budget_of_the_disk_does_not_empty_it(engines: Engines, homes: Path) -> None:

@@ -4,12 +4,14 @@ $XDG_CACHE_HOME/toastkit/conversations/FINGERPRINT-VARIANT/HASH/
 
 They are written after every turn, in slices, between which the device is free for others, and
 without fsync: a commit survives the death of the process, and one torn by a power failure is
-detected by its checksums and dropped. The oldest are removed when all together exceed the budget.
+detected by its checksums and dropped. The oldest of a model and variant are removed when these
+together exceed the budget, and others, whose budget may be another, once they are long unused.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from array import array
@@ -28,7 +30,9 @@ from toastkit.session.upkeep import STALE_SECONDS
 
 FINGERPRINT_DIGITS = 16
 SLICE_BYTES = 4 << 20  # written between two steps of others, in some 15 ms
+UNUSED_SECONDS = 30 * 86400.0  # after which those of other models and variants are removed
 LOOK_SECONDS = 60.0  # between two looks at all of them: other daemons may write there too
+_FOLDER = re.compile(f"[0-9a-f]{{{FINGERPRINT_DIGITS}}}-")
 
 
 @dataclass(eq=False)
@@ -79,8 +83,9 @@ class Spill:
         self._look_at = 0.0
 
     def scan(self) -> list[CachedState]:
-        """List what is there, least recently used first. Removes damaged ones, and what another
-        process began to create and never finished."""
+        """List what is there, least recently used first. Removes damaged ones, what another process
+        began to create and never finished, and what other models and variants have left."""
+        _remove_unused(besides=self.root)
         found = []
         for path in _by_age(self.root):
             try:
@@ -195,6 +200,15 @@ def last_used(fingerprint: str) -> Iterator[list[int]]:
             with Session.open(path, fingerprint, create=False, write=False) as session:
                 ids = session.tokens
             yield ids
+
+
+def _remove_unused(besides: Path) -> None:
+    """Remove the folders of other models and variants in which nothing was written for long."""
+    for root in _by_age(conversations_root()):
+        if root == besides or not _FOLDER.match(root.name):
+            continue
+        if all(_age(path) > UNUSED_SECONDS for path in (root, *_by_age(root))):
+            shutil.rmtree(root, ignore_errors=True)
 
 
 def _by_age(root: Path) -> list[Path]:
