@@ -35,4 +35,18 @@ struct PacedPrefetch {
   }
 };
 
+// Prefetches LANES rows while others are read: a line of each in turn, at the pace of the reading.
+struct TilePrefetch {
+  const uint8_t *line;
+  int64_t stride, due = 0;  // from row to row; bytes read and not met yet
+  int row = 0;
+
+  inline __attribute__((always_inline)) void fetch(int64_t bytes) {
+    for (due += bytes; due >= LINE; due -= LINE) {
+      prefetch(line + row * stride);
+      if (++row == LANES) row = 0, line += LINE;
+    }
+  }
+};
+
 }  // namespace

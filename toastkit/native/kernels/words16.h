@@ -257,7 +257,8 @@ static __attribute__((noinline)) void word_tile(const toast::Product &p,
   for (int j = 0; j < LANES; j++)  // missing rows repeat the last
     places[j] = batch.expert * m.rows + rows.first + (j < rows.count ? j : rows.count - 1);
   F32 results[M] = {};
-  const uint8_t *at = rows.data, *line = at;  // prefetched until there
+  const uint8_t *at = rows.data;
+  TilePrefetch ahead = {at + rows.ahead, stride};
   for (int64_t g = 0; g < layout.groups; g += LANES) {
     F32 scales[LANES], biases[LANES];
     if (rows.ahead) prefetch_scales(m, m.scales, places, layout.groups, g);
@@ -265,13 +266,13 @@ static __attribute__((noinline)) void word_tile(const toast::Product &p,
     both_by_group<P::E2M1>(m, places, layout.groups, g, scales, biases);
     const int64_t end = std::min<int64_t>(layout.groups, g + LANES);
     for (int64_t n = g; n < end; n++) {
-      for (; rows.ahead && line < at + units * P::BYTES; line += LINE)
-#pragma GCC unroll 8
-        for (int j = 0; j < LANES; j++) prefetch(line + rows.ahead + j * stride);
+      // Below with each pair of rows, where that is a constant number of bytes.
+      if (rows.ahead && !GROUP) ahead.fetch(LANES * units * P::BYTES);
       I32 sums[M][HALF];
 #pragma GCC unroll 4
       for (int j = 0; j < HALF; j++) {
         const uint8_t *row = at + j * stride, *other = row + HALF * stride;
+        if (rows.ahead && GROUP) ahead.fetch(2 * units * P::BYTES);
         if constexpr (std::is_same_v<P, PackedPairs>) {
           sums[0][j] = digit_sums_of_pair(row, other, units, numbers[0]);
         } else {
