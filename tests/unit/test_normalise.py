@@ -131,6 +131,8 @@ def test_what_turned_heads_are_multiplied_by(model_type: str, read: str, whole: 
 
 LOCAL = {"rope_type": "default", "rope_theta": 1e4}
 FAR = {"rope_type": "default", "rope_theta": 1e6}
+LATENT = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 64}
+FAR_QWEN = {"seq_length": 8192, "use_dynamic_ntk": True, "use_logn_attn": True}
 SCALED = {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}
 
 
@@ -162,6 +164,11 @@ SCALED = {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}
          "rotates 100% of each head, not 50%"),
         ({"model_type": "recurrent_gemma", "hidden_activation": "gelu_pytorch_tanh",
           "rope_theta": 5e5}, "does not read rope_theta"),
+        ({"model_type": "plamo2", "rope_theta": 1e4, "rope_local_theta": 1e6},
+         "does not read rope_local_theta"),
+        ({"model_type": "plamo2", "rope_local_theta": 1e6}, "does not read rope_local_theta"),
+        ({**LATENT, "model_type": "mistral4", "partial_rotary_factor": 0.25},
+         "rotates 100% of each head, not 25%"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "does not compute clip_qkv 8.0"),
         ({"final_logit_softcapping": 30.0}, "does not compute final_logit_softcapping 30.0"),
         ({"model_type": "qwen2_moe", "norm_topk_prob": True}, "does not compute norm_topk_prob"),
@@ -195,11 +202,32 @@ def test_what_means_something_is_refused(fields: dict[str, Any], said: str) -> N
          "norm_topk_prob": True},  # as in Ling 3.0
         {"model_type": "step3p5", "rope_theta": [5e6, 1e4, 1e4, 1e4]},  # one for each layer
         {"model_type": "minimax_m3_vl", "norm_topk_prob": True, "hidden_act": "swigluoai"},
+        {**LATENT, "model_type": "mistral4", "partial_rotary_factor": 0.5},  # of both parts
+        {**LATENT, "model_type": "mistral4", "partial_rotary_factor": 1.0},
+        {"model_type": "phi-msft", "activation_function": "gelu_new", "hidden_act": None},
+        {"model_type": "rwkv7", "hidden_act": "sqrelu"},
+        {"model_type": "plamo2", "rope_theta": 1e4, "rope_local_theta": 1e4},
+        {"model_type": "qwen", **FAR_QWEN, "max_position_embeddings": 8192},
+        {"model_type": "glm_moe_dsa", "index_topk": 2048, "index_topk_freq": 1},
     ],
     ids=str,
 )  # fmt: skip
 def test_what_means_nothing_is_not(fields: dict[str, Any]) -> None:
     assert changed(**fields).cautions == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"model_type": "qwen", **FAR_QWEN, "max_position_embeddings": 32768},
+         "does not compute use_dynamic_ntk and use_logn_attn past 8,192 tokens"),
+        ({"model_type": "glm_moe_dsa", "index_topk": 2048, "index_topk_freq": 4},
+         "has each layer choose its own keys past 2,048 tokens"),  # GLM 5.2
+    ],
+    ids=["qwen", "glm_moe_dsa"],
+)  # fmt: skip
+def test_what_is_not_computed_past_a_length_is_told(fields: dict[str, Any], told: str) -> None:
+    assert changed(**fields).cautions == (told,)
 
 
 @pytest.mark.parametrize("normed", [False, True])

@@ -66,7 +66,7 @@ NEUTRAL: dict[str, tuple] = {
     "swiglu_limit": (None, 7.0), "swiglu_alpha": (None, 1.702),
     "embedding_multiplier": (None, 1), "residual_multiplier": (None, 1),
     "attention_multiplier": (None, 1), "logits_scaling": (None, 1), "logit_scale": (None, 1),
-    "moe_layer_freq": (None, 1),
+    "moe_layer_freq": (None, 1)
 }  # fmt: skip
 # Architectures that weigh the chosen experts against each other whatever `norm_topk_prob` says, as
 # their originals do: Ling 3.0's configuration has the field.
@@ -91,10 +91,12 @@ LISTED = ("llama", "ministral3")
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")
 # By family, the code in a class that computes them.
 FAMILIES = {
-    "silu": ("silu", "swiglu", "SiLU", "SwiGLU", "SwitchGLU"), "gelu": ("gelu", "GELU", "geglu"),
-    "relu": ("relu",), "relu2": ("relu",), "xielu": ("XIELU", "XieLU", "xielu"),
-    "swigluoai": ("swiglu_alpha",),
+    "silu": ("silu", "swiglu", "SiLU", "SwiGLU", "SwitchGLU"),
+    "gelu": ("gelu", "GELU", "geglu", "SwitchMLP"), "relu": ("relu",), "relu2": ("relu",),
+    "sqrelu": ("relu2",), "xielu": ("XIELU", "XieLU", "xielu"), "swigluoai": ("swiglu_alpha",),
 }  # fmt: skip
+# By the code, too, that GELU is approximated by tanh: the experts of SwitchMLP have it by default.
+TANH = ("gelu_approx", "precise", "SwitchMLP")
 
 
 class Fitted(NamedTuple):
@@ -141,6 +143,7 @@ def _fit(config: ModelConfig, where: str, module: str) -> Fitted:
         rotation.rename_rotation(level, of, where)
         _check(level, of, where)
         found_cautions += [*rotation.cautions(level, of), *_activation_cautions(level, of)]
+        found_cautions += _length_cautions(level, of)
         windows.append(_ignored_window(level, of))
     window = min((w for w in windows if w is not None), default=None)
     yarn = next((y for level, _ in levels if (y := rotation.unrounded_yarn(level))), None)
@@ -277,12 +280,26 @@ def _activation_cautions(config: dict[str, Any], source: Source) -> Iterator[str
     word = _activation(config, source)
     if "gelu" not in word:
         return
-    approximate = "gelu_approx" in source.text or "precise" in source.text
+    approximate = any(code in source.text for code in TANH)
     exact = re.search(r"nn\.gelu\(|nn\.GELU\(\)", source.text) is not None
     if word == "gelu" and not exact:
         yield "approximates GELU by tanh, which moves log-probabilities by up to 0.01"
     elif word != "gelu" and not approximate:
         yield "computes GELU exactly, not by tanh, which moves log-probabilities by up to 0.01"
+
+
+def _length_cautions(config: dict[str, Any], source: Source) -> Iterator[str]:
+    """Yield cautions about what counts only past some length: what Qwen 1 does past that of its
+    training, and the choice of keys that layers of GLM 5.2 share."""
+    trained, longest = config.get("seq_length"), config.get("max_position_embeddings")
+    asked = [name for name in ("use_dynamic_ntk", "use_logn_attn") if config.get(name) is True]
+    past = isinstance(trained, int) and isinstance(longest, int) and trained < longest
+    if past and any(not source.reads(name) for name in asked):
+        yield f"does not compute {' and '.join(asked)} past {trained:,} tokens"
+    chosen = config.get("index_topk")
+    shared = config.get("index_topk_freq") not in (None, 1) and not source.reads("index_topk_freq")
+    if shared and isinstance(chosen, int):
+        yield f"has each layer choose its own keys past {chosen:,} tokens"
 
 
 def _check_pattern(config: dict[str, Any], source: Source, where: str) -> None:

@@ -204,10 +204,12 @@ def _write_map(config: dict[str, Any], full: dict, source: Source, where: str) -
 def check_rotation(config: dict[str, Any], source: Source, where: str) -> None:
     """Raise DataError for a base that the class does not read, and if it rotates another part of
     each head than configured."""
-    if not any(source.reads(name) for name in THETA):
-        for rope in _parameters(config).values():
-            if rope.get("rope_theta", DEFAULT_THETA) != DEFAULT_THETA:
-                raise DataError(f"{where}: {source.module} of mlx_lm does not read rope_theta")
+    read = any(source.reads(name) for name in THETA)
+    for rope in list(_parameters(config).values()) or [{}]:
+        theta = rope.get("rope_theta", DEFAULT_THETA)
+        if not read and theta != DEFAULT_THETA:
+            raise DataError(f"{where}: {source.module} of mlx_lm does not read rope_theta")
+        _check_local(config, theta, source, where)
     if source.module in WHOLE_ALWAYS or any(
         source.reads(name) for name in (*PARTIAL, "rotary_dim")
     ):
@@ -215,11 +217,28 @@ def check_rotation(config: dict[str, Any], source: Source, where: str) -> None:
     computed = FIXED_PART.get(source.module, 1.0)
     for rope in _parameters(config).values():
         part = rope.get("partial_rotary_factor", computed)
-        if part != computed:
+        if part not in (computed, _latent_part(config, source)):
             raise DataError(
                 f"{where}: {source.module} of mlx_lm rotates {computed:.0%} of each head, "
                 f"not {part:.0%}"
             )
+
+
+def _check_local(config: dict[str, Any], theta: object, source: Source, where: str) -> None:
+    """Raise DataError if sliding-window layers have a base of their own that the class does not
+    read."""
+    if any(source.reads(name) for name in (*LOCAL_THETA, "rope_parameters")):
+        return
+    for name in LOCAL_THETA:
+        if config.get(name, theta) not in (None, theta):
+            raise DataError(f"{where}: {source.module} of mlx_lm does not read {name}")
+
+
+def _latent_part(config: dict[str, Any], source: Source) -> float | None:
+    """Return the part of each head that latent attention rotates, by the sizes of its two parts."""
+    turned, still = config.get("qk_rope_head_dim") or 0, config.get("qk_nope_head_dim") or 0
+    known = turned + still > 0 and source.reads("qk_rope_head_dim")
+    return turned / (turned + still) if known else None
 
 
 def _is_positive(value: object) -> bool:
