@@ -197,6 +197,7 @@ def test_what_means_something_is_refused(fields: dict[str, Any], said: str) -> N
         {"final_logit_softcapping": None, "clip_qkv": None, "norm_topk_prob": False},
         {"partial_rotary_factor": 0.5},  # transformers ignores it as well
         {"model_type": "granitemoehybrid", "position_embedding_type": "nope", "rope_theta": None},
+        {"model_type": "olmo_hybrid", "rope_parameters": {"rope_theta": None}},  # as published
         {"model_type": "mamba2", "num_attention_heads": None},
         {"model_type": "bailing_hybrid", "architectures": ["BailingMoeV3ForCausalLM"],
          "norm_topk_prob": True},  # as in Ling 3.0

@@ -56,7 +56,8 @@ def rename_rotation(config: dict[str, Any], source: Source, where: str) -> None:
             _write_map(config, full, source, where)
     for name in (*THETA, *LOCAL_THETA):
         theta = config.get(name, 1)
-        nope = theta is None and config.get("position_embedding_type") == "nope"
+        nope = config.get("position_embedding_type") == "nope"
+        nope = theta is None and (nope or f"{name} is not None" in source.text)
         by_layer = isinstance(theta, list) and f"isinstance({name}, list)" in source.text
         usable = all(map(_is_positive, theta)) if by_layer else _is_positive(theta)
         if name in source.fields and not usable and not nope:
