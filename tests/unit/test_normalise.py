@@ -200,11 +200,13 @@ def test_what_means_something_is_refused(fields: dict[str, Any], said: str) -> N
         {"model_type": "olmo_hybrid", "rope_parameters": {"rope_theta": None}},  # as published
         {"model_type": "mamba2", "num_attention_heads": None},
         {"model_type": "bailing_hybrid", "architectures": ["BailingMoeV3ForCausalLM"],
-         "norm_topk_prob": True},  # as in Ling 3.0
+         "norm_topk_prob": True, "partial_rotary_factor": 0.5, "head_dim": 128,
+         **LATENT, "qk_nope_head_dim": 128},  # as in Ling 3.0
         {"model_type": "step3p5", "rope_theta": [5e6, 1e4, 1e4, 1e4]},  # one for each layer
         {"model_type": "minimax_m3_vl", "norm_topk_prob": True, "hidden_act": "swigluoai"},
         {**LATENT, "model_type": "mistral4", "partial_rotary_factor": 0.5},  # of both parts
         {**LATENT, "model_type": "mistral4", "partial_rotary_factor": 1.0},
+        {"model_type": "mixtral", "partial_rotary_factor": None},
         {"model_type": "phi-msft", "activation_function": "gelu_new", "hidden_act": None},
         {"model_type": "rwkv7", "hidden_act": "sqrelu"},
         {"model_type": "plamo2", "rope_theta": 1e4, "rope_local_theta": 1e4},

@@ -218,7 +218,7 @@ def check_rotation(config: dict[str, Any], source: Source, where: str) -> None:
     computed = FIXED_PART.get(source.module, 1.0)
     for rope in _parameters(config).values():
         part = rope.get("partial_rotary_factor", computed)
-        if part not in (computed, _latent_part(config, source)):
+        if part not in (None, computed) and not _is_latent_part(part, config, source):
             raise DataError(
                 f"{where}: {source.module} of mlx_lm rotates {computed:.0%} of each head, "
                 f"not {part:.0%}"
@@ -235,11 +235,12 @@ def _check_local(config: dict[str, Any], theta: object, source: Source, where: s
             raise DataError(f"{where}: {source.module} of mlx_lm does not read {name}")
 
 
-def _latent_part(config: dict[str, Any], source: Source) -> float | None:
-    """Return the part of each head that latent attention rotates, by the sizes of its two parts."""
+def _is_latent_part(part: float, config: dict[str, Any], source: Source) -> bool:
+    """True if it is what latent attention rotates, of both parts of a head or of `head_dim`."""
     turned, still = config.get("qk_rope_head_dim") or 0, config.get("qk_nope_head_dim") or 0
-    known = turned + still > 0 and source.reads("qk_rope_head_dim")
-    return turned / (turned + still) if known else None
+    wholes = (turned + still, config.get("head_dim") or 0)
+    known = source.reads("qk_rope_head_dim")
+    return known and any(part * whole == turned for whole in wholes if whole)
 
 
 def _is_positive(value: object) -> bool:
