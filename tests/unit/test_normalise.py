@@ -240,6 +240,16 @@ def test_a_class_that_reads_a_synonym_computes_the_field(normed: bool) -> None:
     assert made.config["moe_renormalize"] is normed
 
 
+def test_a_class_of_lettered_layers_is_told_of_none_where_none_slides() -> None:
+    """EXAONE 4.0 1.2B: with a pattern its class looks for the sliding ones, and rotates in them
+    only."""
+    layers = {"model_type": "exaone4", "layer_types": ["full_attention"] * 4}
+    bare = {"sliding_window": None, "sliding_window_pattern": None}
+    assert changed(**layers, **bare).config["sliding_window_pattern"] is None
+    layers["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    assert changed(**layers, sliding_window=16).config["sliding_window_pattern"] == "LGLG"
+
+
 def test_a_text_class_of_its_own_is_what_reads_the_text() -> None:
     """Kimi K3's is called a kimi_linear, which knows neither this activation nor its parameters."""
     text = {

@@ -211,7 +211,10 @@ def _implied(config: dict[str, Any], source: Source) -> Iterator[tuple[str, Any]
     layers = config.get("layer_types")
     if isinstance(layers, list) and rotation.FULL in layers and not source.reads("layer_types"):
         letters = "".join("G" if kind == rotation.FULL else "L" for kind in layers)
-        yield "sliding_window_pattern", letters if source.has_word("L") else letters.index("G") + 1
+        if not source.has_word("L"):
+            yield "sliding_window_pattern", letters.index("G") + 1
+        elif "L" in letters or config.get("sliding_window"):  # else all layers rotate
+            yield "sliding_window_pattern", letters
     if isinstance(layers, list) and isinstance(config.get("linear_num_heads"), int):
         full = [n for n, kind in enumerate(layers, 1) if kind == rotation.FULL]
         yield "linear_attn_config", {
