@@ -326,3 +326,16 @@ def test_the_language_model_of_one_that_sees() -> None:
     made = fitted({"model_type": "mistral3", "tie_word_embeddings": False, "text_config": text})
     assert made.config["text_config"]["rope_theta"] == 1e6 and made.window == 16
     assert made.config["text_config"]["tie_word_embeddings"] is False
+
+
+def test_what_transformers_leaves_out_of_a_text_config_is_its_default() -> None:
+    """As in llava-1.5-7b-hf, and Pixtral 12B's."""
+    text = {"model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 32064}
+    made = fitted({"model_type": "llava", "text_config": text}).config["text_config"]
+    assert (made["num_attention_heads"], made["intermediate_size"]) == (32, 11008)
+    assert (made["rms_norm_eps"], made["vocab_size"]) == (1e-5, 32064)
+    text = {"model_type": "mistral", "num_hidden_layers": 40, "sliding_window": None}
+    pixtral = fitted({"model_type": "llava", "text_config": text})
+    made = pixtral.config["text_config"]
+    assert (made["num_attention_heads"], made["num_hidden_layers"]) == (32, 40)
+    assert made["num_key_value_heads"] == 8 and pixtral.window is None

@@ -54,6 +54,19 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {"norm_topk_prob": True},
     "minimax": {"shared_intermediate_size": 0},
 }  # fmt: skip
+# What transformers leaves out of a `text_config`, by its model type: values that are its defaults.
+# (Other text classes of mlx_lm have these defaults themselves.)
+_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+OMITTED: dict[str, dict[str, Any]] = {
+    "llama": {
+        **_SIZES, "intermediate_size": 11008, "rms_norm_eps": 1e-6, "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        **_SIZES, "intermediate_size": 14336, "rms_norm_eps": 1e-6, "vocab_size": 32000,
+        "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
+    },
+}  # fmt: skip
 # Classes whose default for it is that of one checkpoint.
 HEAD_DIM_DERIVED = ("falcon_h1",)
 # Fields that change the computation, with the values that change nothing.
@@ -66,7 +79,7 @@ NEUTRAL: dict[str, tuple] = {
     "swiglu_limit": (None, 7.0), "swiglu_alpha": (None, 1.702),
     "embedding_multiplier": (None, 1), "residual_multiplier": (None, 1),
     "attention_multiplier": (None, 1), "logits_scaling": (None, 1), "logit_scale": (None, 1),
-    "moe_layer_freq": (None, 1)
+    "moe_layer_freq": (None, 1),
 }  # fmt: skip
 # Architectures that weigh the chosen experts against each other whatever `norm_topk_prob` says, as
 # their originals do: Ling 3.0's configuration has the field.
@@ -132,7 +145,8 @@ def _fit(config: ModelConfig, where: str, module: str) -> Fitted:
     found_cautions = [CAUTIONS[module]] if module in CAUTIONS else []
     levels = [(fitted, source)]
     if isinstance(fitted.get("text_config"), dict):
-        text = fitted["text_config"]
+        text = {**OMITTED.get(str(fitted["text_config"].get("model_type")), {})}
+        text = fitted["text_config"] = text | fitted["text_config"]
         if "vocab_size" in text and "vocab_size" in source.fields:
             fitted.setdefault("vocab_size", text["vocab_size"])
         if "tie_word_embeddings" in fitted:
