@@ -145,8 +145,8 @@ def _fit(config: ModelConfig, where: str, module: str) -> Fitted:
     found_cautions = [CAUTIONS[module]] if module in CAUTIONS else []
     levels = [(fitted, source)]
     if isinstance(fitted.get("text_config"), dict):
-        text = {**OMITTED.get(str(fitted["text_config"].get("model_type")), {})}
-        text = fitted["text_config"] = text | fitted["text_config"]
+        given = fitted["text_config"]
+        text = fitted["text_config"] = {**OMITTED.get(str(given.get("model_type")), {}), **given}
         if "vocab_size" in text and "vocab_size" in source.fields:
             fitted.setdefault("vocab_size", text["vocab_size"])
         if "tie_word_embeddings" in fitted:

@@ -55,13 +55,20 @@ def rename_rotation(config: dict[str, Any], source: Source, where: str) -> None:
         if "rope_parameters" in source.fields:
             _write_map(config, full, source, where)
     for name in (*THETA, *LOCAL_THETA):
-        theta = config.get(name, 1)
-        nope = config.get("position_embedding_type") == "nope"
-        nope = theta is None and (nope or f"{name} is not None" in source.text)
-        by_layer = isinstance(theta, list) and f"isinstance({name}, list)" in source.text
-        usable = all(map(_is_positive, theta)) if by_layer else _is_positive(theta)
-        if name in source.fields and not usable and not nope:
+        if name in source.fields and not _is_usable(name, config, source):
             raise DataError(f"{where}: config.json has no usable {name}")
+
+
+def _is_usable(name: str, config: dict[str, Any], source: Source) -> bool:
+    """True if the class computes with a base: also with null, if it then does not rotate, and with
+    a list, if it reads one base for each layer."""
+    theta = config.get(name, 1)
+    if theta is None:
+        nope = config.get("position_embedding_type") == "nope"
+        return nope or f"{name} is not None" in source.text
+    if isinstance(theta, list) and f"isinstance({name}, list)" in source.text:
+        return all(map(_is_positive, theta))
+    return _is_positive(theta)
 
 
 def kind_of(rope: dict[str, Any]) -> str:
